@@ -1,0 +1,17 @@
+"""The pool. Adding an algorithm: write its file, add it here; everything else finds it through `ALL`."""
+
+from __future__ import annotations
+
+if __name__ != "convselect.kernels":  # the link at the top of the repository is for readers
+    raise ImportError("import this package as convselect.kernels")
+
+from convselect.kernels import native, reference
+from convselect.kernels._contract import Algorithm, Grade, NotApplicable
+
+ALL: tuple[Algorithm, ...] = (
+    *native.ALGORITHMS,
+    *reference.ALGORITHMS,
+)
+BY_NAME: dict[str, Algorithm] = {algorithm.name: algorithm for algorithm in ALL}
+
+__all__ = ["ALL", "BY_NAME", "Algorithm", "Grade", "NotApplicable"]

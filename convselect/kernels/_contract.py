@@ -1,0 +1,83 @@
+"""What every algorithm in the pool promises. A new algorithm is one file that implements this and one line in
+`kernels/__init__.py`; dispatch, tests, collector and benchmarks find it from there."""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from convselect.problem import ConvProblem, Direction
+
+Params = Mapping[str, Any] | None
+
+
+class Grade(enum.IntEnum):
+    """How an algorithm's rounding error compares with a direct sum (relative L2 against float64, in float32).
+
+    A precision budget admits every grade up to its own: "exact" DIRECT, "native" CLOSE, "fast" LOOSE.
+    """
+
+    DIRECT = 0  # at most twice native's error
+    CLOSE = 1  # at most 1e-5
+    LOOSE = 2  # at most 2e-5
+
+
+class NotApplicable(RuntimeError):
+    """An explicitly requested algorithm cannot do this problem; the message is its `why_not` sentence."""
+
+
+class Algorithm(ABC):
+    """One way to compute one problem.
+
+    x is (N, C, H, W), weight (K, C/groups, R, S), y (N, K, P, Q); `problem` describes exactly these tensors,
+    but strides are the caller's: any. Results may have any strides; dispatch restores aten's. All operands have
+    `problem.dtype`, and so has the result. No argument is modified. Nothing derived from a weight is kept.
+    """
+
+    name: str
+    """Stored on disk: stable for ever."""
+    revision: int = 1
+    """Goes up when the implementation changes enough that old measurements no longer speak for it."""
+    automatic: bool = True
+    """False: runs only when forced by name (the reference)."""
+    spreads_nonfinite: bool = False
+    """True where one NaN or infinity in the input reaches results that a direct sum would leave finite
+    (transform methods). Dispatch then checks the result and hands such a call to native."""
+
+    @abstractmethod
+    def why_not(self, problem: ConvProblem) -> str | None:
+        """None where the algorithm applies; otherwise one sentence for the user that says why it does not."""
+
+    @abstractmethod
+    def workspace_bytes(self, problem: ConvProblem) -> int:
+        """Upper bound on the peak of extra memory, in bytes, beyond operands and result."""
+
+    @abstractmethod
+    def error_grade(self, problem: ConvProblem) -> Grade: ...
+
+    @abstractmethod
+    def forward(self, x: Tensor, weight: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
+        """y = x * weight, without bias."""
+
+    @abstractmethod
+    def backward_data(self, grad_y: Tensor, weight: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
+        """grad_x, shaped (N, C, H, W)."""
+
+    @abstractmethod
+    def backward_weight(self, x: Tensor, grad_y: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
+        """grad_weight, shaped (K, C/groups, R, S)."""
+
+    def run(self, a: Tensor, b: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
+        """The direction `problem` names, on its two operands in the order of the signatures above."""
+        if problem.direction == Direction.FORWARD:
+            return self.forward(a, b, problem, params)
+        if problem.direction == Direction.BACKWARD_DATA:
+            return self.backward_data(a, b, problem, params)
+        return self.backward_weight(a, b, problem, params)
+
+    def __repr__(self) -> str:
+        return f"<convselect algorithm {self.name}>"

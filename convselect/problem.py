@@ -1,0 +1,298 @@
+"""`ConvProblem`: everything that decides how fast a convolution runs and which algorithms apply, as a frozen key.
+
+All three directions are written in the *forward* convention: x (N, C, H, W), weight (K, C/groups, R, S),
+y (N, K, P, Q). The direction is part of the problem, so one layer poses three problems with three choices.
+Derived quantities (output size, FLOPs, bytes, GEMM shape) are computed here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+
+class Direction(str, enum.Enum):
+    """What is computed: y, grad_x, or grad_weight."""
+
+    FORWARD = "forward"
+    BACKWARD_DATA = "backward_data"
+    BACKWARD_WEIGHT = "backward_weight"
+
+    # Enum hashes its name in Python; a problem is hashed on every look-up, so use str's C implementation.
+    __hash__ = str.__hash__
+
+    def __str__(self) -> str:
+        return self.value
+
+
+DTYPE_NAMES: dict[torch.dtype, str] = {
+    torch.float64: "float64",
+    torch.float32: "float32",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+}
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+ELEMENT_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+
+CONTIGUOUS = "contiguous"
+CHANNELS_LAST = "channels_last"
+STRIDED = "strided"  # neither: expanded, sliced, transposed
+
+
+class Gemm(NamedTuple):
+    """The matrix product a convolution amounts to, per group: (m x k) times (k x n), `batch` times."""
+
+    batch: int
+    m: int
+    n: int
+    k: int
+
+
+class ConvProblem(NamedTuple):
+    """One convolution in one direction. Hashable, immutable, cheap to build.
+
+    Sizes are in elements; `pad_*` is zero padding per side; `C` is the full number of input channels.
+    `layout` is the memory layout of the activation that streams through (x for forward and backward_weight,
+    grad_y for backward_data), `weight_layout` that of the weight: "contiguous", "channels_last" or "strided".
+    """
+
+    direction: Direction
+    N: int
+    C: int
+    H: int
+    W: int
+    K: int
+    R: int
+    S: int
+    stride_h: int = 1
+    stride_w: int = 1
+    pad_top: int = 0
+    pad_bottom: int = 0
+    pad_left: int = 0
+    pad_right: int = 0
+    dil_h: int = 1
+    dil_w: int = 1
+    groups: int = 1
+    dtype: str = "float32"
+    layout: str = CONTIGUOUS
+    weight_layout: str = CONTIGUOUS
+    device: str = "cpu"
+    threads: int = 1
+    deterministic: bool = False
+    tf32: bool = False
+    frozen: bool = False
+
+    # ---- derived quantities -------------------------------------------------------------------------------------
+
+    @property
+    def P(self) -> int:
+        """Output height."""
+        return (self.H + self.pad_top + self.pad_bottom - self.dil_h * (self.R - 1) - 1) // self.stride_h + 1
+
+    @property
+    def Q(self) -> int:
+        """Output width."""
+        return (self.W + self.pad_left + self.pad_right - self.dil_w * (self.S - 1) - 1) // self.stride_w + 1
+
+    @property
+    def x_shape(self) -> tuple[int, int, int, int]:
+        return (self.N, self.C, self.H, self.W)
+
+    @property
+    def weight_shape(self) -> tuple[int, int, int, int]:
+        return (self.K, self.C // self.groups, self.R, self.S)
+
+    @property
+    def y_shape(self) -> tuple[int, int, int, int]:
+        return (self.N, self.K, self.P, self.Q)
+
+    @property
+    def result_shape(self) -> tuple[int, int, int, int]:
+        """Shape of what this direction computes: y, grad_x or grad_weight."""
+        if self.direction == Direction.FORWARD:
+            return self.y_shape
+        return self.x_shape if self.direction == Direction.BACKWARD_DATA else self.weight_shape
+
+    @property
+    def stride(self) -> tuple[int, int]:
+        return (self.stride_h, self.stride_w)
+
+    @property
+    def dilation(self) -> tuple[int, int]:
+        return (self.dil_h, self.dil_w)
+
+    @property
+    def padding(self) -> tuple[int, int, int, int]:
+        """(top, bottom, left, right)."""
+        return (self.pad_top, self.pad_bottom, self.pad_left, self.pad_right)
+
+    @property
+    def symmetric_padding(self) -> bool:
+        return self.pad_top == self.pad_bottom and self.pad_left == self.pad_right
+
+    @property
+    def kernel_extent(self) -> tuple[int, int]:
+        """Height and width that the dilated kernel spans."""
+        return (self.dil_h * (self.R - 1) + 1, self.dil_w * (self.S - 1) + 1)
+
+    @property
+    def is_depthwise(self) -> bool:
+        """One input channel per group, any channel multiplier K / groups."""
+        return self.groups == self.C and self.groups > 1
+
+    @property
+    def is_pointwise(self) -> bool:
+        """1x1 kernel, unit stride, no padding: a plain matrix product."""
+        return self.R == self.S == self.stride_h == self.stride_w == 1 and not any(self.padding)
+
+    @property
+    def is_patch(self) -> bool:
+        """Kernel = stride, no overlap, no padding, undilated (patch embedding): a matrix product of views."""
+        return (
+            self.R == self.stride_h
+            and self.S == self.stride_w
+            and self.dil_h == self.dil_w == 1
+            and not any(self.padding)
+        )
+
+    @property
+    def element_bytes(self) -> int:
+        return ELEMENT_BYTES[self.dtype]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return TORCH_DTYPES[self.dtype]
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of the direct sum, the same for all three directions (2 per MAC)."""
+        return 2 * self.N * self.K * self.P * self.Q * (self.C // self.groups) * self.R * self.S
+
+    @property
+    def x_bytes(self) -> int:
+        return self.N * self.C * self.H * self.W * self.element_bytes
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.K * (self.C // self.groups) * self.R * self.S * self.element_bytes
+
+    @property
+    def y_bytes(self) -> int:
+        return self.N * self.K * self.P * self.Q * self.element_bytes
+
+    @property
+    def bytes(self) -> int:
+        """Compulsory traffic: every operand and the result once."""
+        return self.x_bytes + self.weight_bytes + self.y_bytes
+
+    @property
+    def gemm(self) -> Gemm:
+        """The equivalent matrix product per group: rows are output channels, columns what else the result spans."""
+        G, spatial = self.groups, self.N * self.P * self.Q
+        k_out, taps = self.K // G, (self.C // G) * self.R * self.S
+        if self.direction == Direction.FORWARD:
+            return Gemm(G, k_out, spatial, taps)
+        if self.direction == Direction.BACKWARD_DATA:
+            return Gemm(G, taps, spatial, k_out)
+        return Gemm(G, k_out, taps, spatial)
+
+    # ---- building and printing ----------------------------------------------------------------------------------
+
+    def with_direction(self, direction: Direction) -> ConvProblem:
+        return self._replace(direction=direction)
+
+    def __str__(self) -> str:
+        """A line that `ConvProblem.parse` reads back; defaults are left out."""
+        parts = [str(self.direction)]
+        for name, value in zip(self._fields[1:], self[1:], strict=True):
+            if name not in self._field_defaults or value != self._field_defaults[name]:
+                parts.append(f"{name}={value}")
+        return " ".join(parts)
+
+    @classmethod
+    def parse(cls, text: str) -> ConvProblem:
+        """Inverse of `str(problem)`.
+
+        Raises:
+            ValueError: on an unknown direction or field.
+        """
+        head, *rest = text.split()
+        values: dict[str, object] = {}
+        for item in rest:
+            name, _, raw = item.partition("=")
+            if name not in cls._fields or name == "direction":
+                raise ValueError(f"unknown field {name!r} in problem {text!r}")
+            default = cls._field_defaults.get(name, 0)
+            if isinstance(default, bool):
+                values[name] = raw == "True"
+            else:
+                values[name] = raw if isinstance(default, str) else int(raw)
+        return cls(Direction(head), **values)  # type: ignore[arg-type]
+
+
+def conv_problem(
+    N: int,
+    C: int,
+    H: int,
+    W: int,
+    K: int,
+    R: int,
+    S: int,
+    *,
+    direction: Direction | str = Direction.FORWARD,
+    stride: int | Sequence[int] = 1,
+    padding: int | str | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    **rest: object,
+) -> ConvProblem:
+    """Build a problem from the arguments people write: ints or pairs, `padding="same"`, or (top, bottom, left, right).
+
+    Raises:
+        ValueError: for a padding string other than "same" and "valid".
+    """
+    stride_h, stride_w = pair(stride)
+    dil_h, dil_w = pair(dilation)
+    pads = padding_sides(padding, (R, S), (dil_h, dil_w))
+    return ConvProblem(
+        Direction(direction), N, C, H, W, K, R, S, stride_h, stride_w, *pads, dil_h, dil_w, groups, **rest  # type: ignore[arg-type]
+    )
+
+
+def pair(value: int | Sequence[int]) -> tuple[int, int]:
+    """An int, a sequence of one or a sequence of two, as two ints."""
+    if isinstance(value, int):
+        return (value, value)
+    first, last = value[0], value[-1]
+    return (first, last)
+
+
+def padding_sides(
+    padding: int | str | Sequence[int], kernel_size: tuple[int, int], dilation: tuple[int, int]
+) -> tuple[int, int, int, int]:
+    """Zero padding per side (top, bottom, left, right); "same" puts the odd row and column at the bottom and right."""
+    if isinstance(padding, str):
+        if padding == "valid":
+            return (0, 0, 0, 0)
+        if padding != "same":
+            raise ValueError(f"padding must be 'same', 'valid' or numbers, not {padding!r}")
+        total_h = dilation[0] * (kernel_size[0] - 1)
+        total_w = dilation[1] * (kernel_size[1] - 1)
+        return (total_h // 2, total_h - total_h // 2, total_w // 2, total_w - total_w // 2)
+    if not isinstance(padding, int) and len(padding) == 4:
+        top, bottom, left, right = padding
+        return (top, bottom, left, right)
+    pad_h, pad_w = pair(padding)
+    return (pad_h, pad_h, pad_w, pad_w)
+
+
+def layout_of(tensor: torch.Tensor) -> str:
+    """The memory layout of a 4-D tensor. Where one channel or one pixel makes both true, contiguous wins."""
+    if tensor.is_contiguous():
+        return CONTIGUOUS
+    if tensor.is_contiguous(memory_format=torch.channels_last):
+        return CHANNELS_LAST
+    return STRIDED
