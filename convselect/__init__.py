@@ -1,0 +1,40 @@
+"""convselect: a drop-in `nn.Conv2d` that picks the fastest correct way to do each convolution.
+
+import convselect
+convselect.convert(model)      # in place; the same model, faster
+"""
+
+from convselect._predictor import unload
+from convselect._warnings import ConvselectWarning
+from convselect.convert import ConversionReport, convert, revert
+from convselect.dispatch import clear
+from convselect.explain import Explanation, explain, explain_problem
+from convselect.functional import conv2d
+from convselect.kernels import Grade, NotApplicable
+from convselect.layer import SelectedConv2d
+from convselect.problem import ConvProblem, Direction
+from convselect.settings import Settings, set_defaults, use
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ConvProblem",
+    "ConversionReport",
+    "ConvselectWarning",
+    "Direction",
+    "Explanation",
+    "Grade",
+    "NotApplicable",
+    "SelectedConv2d",
+    "Settings",
+    "__version__",
+    "clear",
+    "conv2d",
+    "convert",
+    "explain",
+    "explain_problem",
+    "revert",
+    "set_defaults",
+    "unload",
+    "use",
+]

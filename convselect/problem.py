@@ -152,8 +152,8 @@ class ConvProblem(NamedTuple):
     def is_patch(self) -> bool:
         """Kernel = stride, no overlap, no padding, undilated (patch embedding): a matrix product of views."""
         return (
-            self.R == self.stride_h
-            and self.S == self.stride_w
+            self.stride_h == self.R
+            and self.stride_w == self.S
             and self.dil_h == self.dil_w == 1
             and not any(self.padding)
         )
@@ -258,7 +258,21 @@ def conv_problem(
     dil_h, dil_w = pair(dilation)
     pads = padding_sides(padding, (R, S), (dil_h, dil_w))
     return ConvProblem(
-        Direction(direction), N, C, H, W, K, R, S, stride_h, stride_w, *pads, dil_h, dil_w, groups, **rest  # type: ignore[arg-type]
+        Direction(direction),
+        N,
+        C,
+        H,
+        W,
+        K,
+        R,
+        S,
+        stride_h,
+        stride_w,
+        *pads,
+        dil_h,
+        dil_w,
+        groups,
+        **rest,  # type: ignore[arg-type]
     )
 
 
@@ -296,3 +310,13 @@ def layout_of(tensor: torch.Tensor) -> str:
     if tensor.is_contiguous(memory_format=torch.channels_last):
         return CHANNELS_LAST
     return STRIDED
+
+
+def canonical_strides(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
+    """The strides of a fresh 4-D tensor in this layout, as `torch.empty(shape, memory_format=...)` gives them."""
+    _, C, H, W = shape
+    if layout == CHANNELS_LAST:
+        return (H * W * C, 1, W * C, C)
+    # In this layout torch counts an empty dimension as one when it multiplies sizes up to strides.
+    C, H, W = max(C, 1), max(H, 1), max(W, 1)
+    return (C * H * W, H * W, W, 1)

@@ -66,12 +66,18 @@ def current() -> Settings:
     return _override.get() or _default
 
 
+@functools.lru_cache(maxsize=1024)
+def with_policy(settings: Settings, policy: str) -> Settings:
+    """The same budgets under another policy."""
+    return _intern(policy, settings.precision, settings.workspace_bytes)
+
+
 def _merged(base: Settings, changes: dict[str, object]) -> Settings:
     values = asdict(base)
     for name, value in changes.items():
         if value is not None:
             values[name] = value
-    return _intern(**values)
+    return _intern(values["policy"], values["precision"], values["workspace_bytes"])
 
 
 @contextlib.contextmanager

@@ -52,6 +52,11 @@ class Algorithm(ABC):
     def why_not(self, problem: ConvProblem) -> str | None:
         """None where the algorithm applies; otherwise one sentence for the user that says why it does not."""
 
+    def same_as_native(self, problem: ConvProblem) -> str | None:
+        """One sentence where this algorithm applies but would do just what native does; automatic choice and the
+        collector then pass it over, while a forced request still runs."""
+        return None
+
     @abstractmethod
     def workspace_bytes(self, problem: ConvProblem) -> int:
         """Upper bound on the peak of extra memory, in bytes, beyond operands and result."""

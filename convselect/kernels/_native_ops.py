@@ -1,4 +1,4 @@
-"""aten's convolution called with our per-side padding; shared by native, native_layout and upcast."""
+"""aten's convolution called with our per-side padding; shared by native, native_layout, upcast and depthwise."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from convselect.problem import ConvProblem
+from convselect.kernels._common import memory_format
+from convselect.problem import CHANNELS_LAST, ConvProblem
 
 
-def _even_padding(problem: ConvProblem) -> tuple[tuple[int, int], tuple[int, int, int, int] | None]:
+def even_padding(problem: ConvProblem) -> tuple[tuple[int, int], tuple[int, int, int, int] | None]:
     """Split the padding into what aten takes (one number per axis) and what is left for `F.pad`."""
     p = problem
     if p.symmetric_padding:
@@ -19,17 +20,22 @@ def _even_padding(problem: ConvProblem) -> tuple[tuple[int, int], tuple[int, int
     return (even_h, even_w), rest
 
 
-def padding_copy_bytes(problem: ConvProblem) -> int:
-    """Bytes of the padded copy of x that uneven padding costs, 0 where the padding is even."""
+def native_workspace_bytes(problem: ConvProblem) -> int:
+    """What aten itself may allocate: operands packed, and again in a layout that oneDNN prefers, the padded x that uneven padding costs, and on its
+    slow paths (float64, dilated 16-bit) the unfolded image of each thread. oneDNN's own scratch is not PyTorch's to
+    count."""
     p = problem
-    if p.symmetric_padding:
-        return 0
-    return 2 * p.N * p.C * (p.H + p.pad_bottom + p.pad_top) * (p.W + p.pad_left + p.pad_right) * p.element_bytes
+    unfolded = (p.C // p.groups) * p.R * p.S * p.P * p.Q * p.element_bytes
+    padded = 0
+    if not p.symmetric_padding:
+        padded = 2 * p.N * p.C * (p.H + p.pad_bottom + p.pad_top) * (p.W + p.pad_left + p.pad_right) * p.element_bytes
+    # An image of the batch is unfolded per thread; PyTorch's slow weight gradient unfolds the whole batch.
+    return 4 * (p.x_bytes + p.y_bytes) + 2 * p.weight_bytes + max(p.threads, p.N) * unfolded + padded
 
 
 def native_forward(x: Tensor, weight: Tensor, problem: ConvProblem) -> Tensor:
     """y by `aten::convolution`, without bias."""
-    padding, rest = _even_padding(problem)
+    padding, rest = even_padding(problem)
     if rest is not None:
         x = F.pad(x, rest)
     return torch.conv2d(x, weight, None, problem.stride, padding, problem.dilation, problem.groups)
@@ -39,13 +45,33 @@ def native_backward(
     grad_y: Tensor, x: Tensor, weight: Tensor, problem: ConvProblem, needed: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     """(grad_x, grad_weight) by one call of `aten::convolution_backward`; None where `needed` is False."""
-    padding, rest = _even_padding(problem)
+    padding, rest = even_padding(problem)
     if rest is not None:
         x = F.pad(x, rest)
+    mask = [*needed, False]
     grad_x, grad_weight, _ = torch.ops.aten.convolution_backward(
-        grad_y, x, weight, [0], problem.stride, padding, problem.dilation, False, [0, 0], problem.groups, [*needed, False]
+        grad_y, x, weight, None, problem.stride, padding, problem.dilation, False, [0, 0], problem.groups, mask
     )
     if rest is not None and grad_x is not None:
         left, _, top, _ = rest
         grad_x = grad_x[:, :, top : top + problem.H, left : left + problem.W]
     return grad_x, grad_weight
+
+
+def native_backward_data(grad_y: Tensor, weight: Tensor, problem: ConvProblem) -> Tensor:
+    """grad_x alone. The operator wants x for its shape and layout only: memory that nobody touches costs no time."""
+    x = torch.empty(
+        problem.x_shape, dtype=grad_y.dtype, device=grad_y.device, memory_format=memory_format(problem)
+    )
+    grad_x, _ = native_backward(grad_y, x, weight, problem, (True, False))
+    assert grad_x is not None
+    return grad_x
+
+
+def native_backward_weight(x: Tensor, grad_y: Tensor, problem: ConvProblem) -> Tensor:
+    """grad_weight alone; the weight, too, is wanted for its shape and layout only."""
+    weight_format = torch.channels_last if problem.weight_layout == CHANNELS_LAST else torch.contiguous_format
+    weight = torch.empty(problem.weight_shape, dtype=x.dtype, device=x.device, memory_format=weight_format)
+    _, grad_weight = native_backward(grad_y, x, weight, problem, (False, True))
+    assert grad_weight is not None
+    return grad_weight

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from convselect.kernels._contract import Algorithm, Grade, Params
-from convselect.kernels._native_ops import native_backward, native_forward, padding_copy_bytes
+from convselect.kernels._native_ops import (
+    native_backward_data,
+    native_backward_weight,
+    native_forward,
+    native_workspace_bytes,
+)
 from convselect.problem import ConvProblem
 
 
@@ -17,10 +21,7 @@ class Native(Algorithm):
         return None
 
     def workspace_bytes(self, problem: ConvProblem) -> int:
-        # oneDNN's own scratch is not PyTorch's to count; slow paths unfold one image at a time.
-        p = problem
-        unfolded = (p.C // p.groups) * p.R * p.S * p.P * p.Q * p.element_bytes
-        return 2 * (p.x_bytes + p.y_bytes + p.weight_bytes) + p.threads * unfolded + padding_copy_bytes(p)
+        return native_workspace_bytes(problem)
 
     def error_grade(self, problem: ConvProblem) -> Grade:
         return Grade.DIRECT
@@ -29,17 +30,10 @@ class Native(Algorithm):
         return native_forward(x, weight, problem)
 
     def backward_data(self, grad_y: Tensor, weight: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
-        # The operator wants x for its shape and layout only; an expanded scalar costs no memory.
-        x = torch.empty(1, dtype=grad_y.dtype, device=grad_y.device).expand(problem.x_shape)
-        grad_x = native_backward(grad_y, x, weight, problem, (True, False))[0]
-        assert grad_x is not None
-        return grad_x
+        return native_backward_data(grad_y, weight, problem)
 
     def backward_weight(self, x: Tensor, grad_y: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
-        weight = torch.empty(1, dtype=x.dtype, device=x.device).expand(problem.weight_shape)
-        grad_weight = native_backward(grad_y, x, weight, problem, (False, True))[1]
-        assert grad_weight is not None
-        return grad_weight
+        return native_backward_weight(x, grad_y, problem)
 
 
 ALGORITHMS = (Native(),)

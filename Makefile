@@ -1,0 +1,36 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+# Both set up $(VENV) first if it is not there. torch is pinned and installed before anything else, so that pip takes the
+# CPU build where a file of it is at hand; override with e.g. `make test TORCH=torch==2.10.0`, or leave TORCH empty in an
+# environment that has one.
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+BIN := $(VENV)/bin
+READY := $(VENV)/.convselect-ready
+
+.PHONY: demo test lint bench setup clean
+
+demo: $(READY)
+	$(BIN)/convselect demo
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(READY)
+	$(BIN)/python -m pytest benchmarks --benchmark-only --benchmark-enable
+
+setup: $(READY)
+
+$(READY): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(if $(TORCH),$(BIN)/python -m pip install --quiet "$(TORCH)")
+	$(BIN)/python -m pip install --quiet --editable '.[tools,test]'
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks

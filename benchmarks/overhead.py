@@ -1,0 +1,94 @@
+"""What a choice costs: the cached call against nn.Conv2d, one prediction, and the whole first call of a new problem.
+
+    python -m benchmarks.overhead
+
+Interleaved A B A B in one process, one thread, medians with p20 and p80.
+"""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from torch import nn
+
+import convselect
+from convselect import _predictor, dispatch, timing
+from convselect.features import features
+from convselect.problem import ConvProblem, conv_problem
+
+CALLS = 50
+"""Calls per sample, so that a sample is hundreds of microseconds and the clock's own cost vanishes."""
+
+
+def repeated(call):
+    def run() -> None:
+        for _ in range(CALLS):
+            call()
+
+    return run
+
+
+def cached_call(*, grad: bool) -> dict[str, timing.Timing]:
+    """A 1x1x8x8 convolution, as nn.Conv2d and as SelectedConv2d."""
+    plain = nn.Conv2d(1, 1, 3, padding=1)
+    ours = nn.Conv2d(1, 1, 3, padding=1)
+    convselect.convert(ours)
+    x = torch.randn(1, 1, 8, 8)
+    with torch.set_grad_enabled(grad):
+        return timing.interleaved(
+            {"nn.Conv2d": repeated(lambda: plain(x)), "SelectedConv2d": repeated(lambda: ours(x))}, rounds=400, seed=0
+        )
+
+
+def problems(count: int) -> list[ConvProblem]:
+    """Different problems of the kind networks have."""
+    return [
+        conv_problem(1 + i % 3, 16 * (1 + i % 7), 7 * (1 + i % 5), 7 * (1 + i % 5), 32 + i, 3, 3, padding=1)
+        for i in range(count)
+    ]
+
+
+def choices() -> dict[str, timing.Timing]:
+    """Features alone, features and ranking, and the first call's whole detour through `_choice` and `_make_plan`."""
+    predictor = _predictor.get()
+    assert predictor is not None, "no artifact for this machine"
+    new = iter(problems(10**6))
+    layer = convselect.SelectedConv2d(8, 8, 3, padding=1)
+    x = torch.randn(1, 8, 16, 16)
+    weight = layer.weight
+
+    def first_call() -> None:
+        dispatch.clear()
+        dispatch._make_plan(x, weight, layer.bias, (1, 1), (1, 1), (1, 1), 1, convselect.settings.current())
+
+    with torch.no_grad():
+        return timing.interleaved(
+            {
+                "features": lambda: features(next(new)),
+                "features + network": lambda: predictor.predict(next(new)),
+                "first call of a new problem, forward": first_call,
+            },
+            rounds=2000,
+            seed=0,
+        )
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    print(json.dumps(timing.environment()))
+    for grad in (False, True):
+        times = cached_call(grad=grad)
+        plain, ours = times["nn.Conv2d"], times["SelectedConv2d"]
+        extra = sorted((b - a) / CALLS for a, b in zip(plain.samples_us, ours.samples_us, strict=True))
+        print(
+            f"cached call, grad {'on ' if grad else 'off'}: nn.Conv2d {plain.median_us / CALLS:.2f} us, "
+            f"SelectedConv2d {ours.median_us / CALLS:.2f} us, difference {extra[len(extra) // 2]:.2f} us "
+            f"(p20 {extra[len(extra) // 5]:.2f}, p80 {extra[len(extra) * 4 // 5]:.2f})"
+        )
+    for name, t in choices().items():
+        print(f"{name}: {t.median_us:.1f} us (p20 {t.p20_us:.1f}, p80 {t.p80_us:.1f})")
+
+
+if __name__ == "__main__":
+    main()

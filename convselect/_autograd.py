@@ -1,0 +1,220 @@
+"""Autograd for a chosen convolution.
+
+Convolution is three bilinear maps of the same geometry,
+
+    y = forward(x, w)        grad_x = backward_data(g, w)        grad_w = backward_weight(x, g),
+
+and they are closed under differentiation: every derivative of one is given by the other two, on operands of the very
+same shapes. So double backward (and any order beyond it) poses no new problem, and takes the choices already made. jvp
+is bilinearity itself; vmap folds the batch into N where only activations carry it, into the groups where the weight
+does.
+
+`Bound` is what the functions need of a plan: the geometry with an algorithm behind each direction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Bound(Protocol):
+    """A convolution geometry with chosen algorithms behind it; see `dispatch.Plan`."""
+
+    groups: int
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
+    def backward(
+        self, grad_y: Tensor, x: Tensor | None, weight: Tensor | None, needed: tuple[bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None]: ...
+    def refold(self, x_shape: tuple[int, ...], weight_shape: tuple[int, ...], groups: int, like: Tensor) -> Bound: ...
+
+    @property
+    def x_shape(self) -> tuple[int, int, int, int]: ...
+    @property
+    def weight_shape(self) -> tuple[int, int, int, int]: ...
+
+
+def in_functorch() -> bool:
+    """Inside torch.func transforms or batched gradients, where tensors must pass through `apply`."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+class Conv2dFunction(torch.autograd.Function):
+    """y = forward(x, weight) + bias."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Bound) -> Tensor:  # type: ignore[override]
+        return plan.forward(x, weight, bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        x, weight, _, ctx.plan = inputs
+        ctx.save_for_backward(x, weight)
+        ctx.save_for_forward(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        need_x, need_weight, need_bias, _ = ctx.needs_input_grad
+        grad_x: Tensor | None = None
+        grad_weight: Tensor | None = None
+        if torch.is_grad_enabled() or in_functorch():
+            if need_x:
+                grad_x = BackwardDataFunction.apply(grad_y, weight, ctx.plan)
+            if need_weight:
+                grad_weight = BackwardWeightFunction.apply(x, grad_y, ctx.plan)
+        else:
+            grad_x, grad_weight = ctx.plan.backward(grad_y, x, weight, (need_x, need_weight))
+        grad_bias = grad_y.sum((0, 2, 3)) if need_bias else None
+        return grad_x, grad_weight, grad_bias, None
+
+    @staticmethod
+    def jvp(ctx: Any, x_t: Tensor | None, weight_t: Tensor | None, bias_t: Tensor | None, _: Any) -> Any:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        tangent = _sum_of(
+            x_t is not None and (lambda: Conv2dFunction.apply(x_t, weight, None, ctx.plan)),
+            weight_t is not None and (lambda: Conv2dFunction.apply(x, weight_t, None, ctx.plan)),
+        )
+        if bias_t is None:
+            return tangent
+        bias_t = bias_t.view(1, -1, 1, 1)
+        if tangent is not None:
+            return tangent + bias_t
+        y = Conv2dFunction.apply(x, weight, None, ctx.plan)
+        return torch.zeros_like(y) + bias_t
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: Bound) -> Any:
+        x_dim, weight_dim, bias_dim, _ = in_dims
+        B = info.batch_size
+        if x_dim is None and weight_dim is None:  # only the bias is batched
+            y = Conv2dFunction.apply(x, weight, None, plan).unsqueeze(0)
+        else:
+            y = _fold(B, plan, (x, x_dim), (weight, weight_dim), Conv2dFunction, lambda a, b, p: (a, b, None, p))
+        if bias is not None:
+            bias = bias.movedim(bias_dim, 0)[:, None, :, None, None] if bias_dim is not None else bias.view(-1, 1, 1)
+            y = y + bias
+        return y, 0
+
+
+class BackwardDataFunction(torch.autograd.Function):
+    """grad_x = backward_data(grad_y, weight), itself differentiable."""
+
+    @staticmethod
+    def forward(grad_y: Tensor, weight: Tensor, plan: Bound) -> Tensor:  # type: ignore[override]
+        grad_x, _ = plan.backward(grad_y, None, weight, (True, False))
+        assert grad_x is not None
+        return grad_x
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        grad_y, weight, ctx.plan = inputs
+        ctx.save_for_backward(grad_y, weight)
+        ctx.save_for_forward(grad_y, weight)
+
+    @staticmethod
+    def backward(ctx: Any, gg: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        grad_y, weight = ctx.saved_tensors
+        return (
+            Conv2dFunction.apply(gg, weight, None, ctx.plan) if ctx.needs_input_grad[0] else None,
+            BackwardWeightFunction.apply(gg, grad_y, ctx.plan) if ctx.needs_input_grad[1] else None,
+            None,
+        )
+
+    @staticmethod
+    def jvp(ctx: Any, grad_y_t: Tensor | None, weight_t: Tensor | None, _: Any) -> Any:  # type: ignore[override]
+        grad_y, weight = ctx.saved_tensors
+        return _sum_of(
+            grad_y_t is not None and (lambda: BackwardDataFunction.apply(grad_y_t, weight, ctx.plan)),
+            weight_t is not None and (lambda: BackwardDataFunction.apply(grad_y, weight_t, ctx.plan)),
+        )
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, grad_y: Tensor, weight: Tensor, plan: Bound) -> Any:
+        operands = (grad_y, in_dims[0]), (weight, in_dims[1])
+        return _fold(info.batch_size, plan, *operands, BackwardDataFunction, lambda a, b, p: (a, b, p)), 0
+
+
+class BackwardWeightFunction(torch.autograd.Function):
+    """grad_weight = backward_weight(x, grad_y), itself differentiable."""
+
+    @staticmethod
+    def forward(x: Tensor, grad_y: Tensor, plan: Bound) -> Tensor:  # type: ignore[override]
+        _, grad_weight = plan.backward(grad_y, x, None, (False, True))
+        assert grad_weight is not None
+        return grad_weight
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        x, grad_y, ctx.plan = inputs
+        ctx.save_for_backward(x, grad_y)
+        ctx.save_for_forward(x, grad_y)
+
+    @staticmethod
+    def backward(ctx: Any, gg: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, grad_y = ctx.saved_tensors
+        return (
+            BackwardDataFunction.apply(grad_y, gg, ctx.plan) if ctx.needs_input_grad[0] else None,
+            Conv2dFunction.apply(x, gg, None, ctx.plan) if ctx.needs_input_grad[1] else None,
+            None,
+        )
+
+    @staticmethod
+    def jvp(ctx: Any, x_t: Tensor | None, grad_y_t: Tensor | None, _: Any) -> Any:  # type: ignore[override]
+        x, grad_y = ctx.saved_tensors
+        return _sum_of(
+            x_t is not None and (lambda: BackwardWeightFunction.apply(x_t, grad_y, ctx.plan)),
+            grad_y_t is not None and (lambda: BackwardWeightFunction.apply(x, grad_y_t, ctx.plan)),
+        )
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, grad_y: Tensor, plan: Bound) -> Any:
+        B, groups = info.batch_size, plan.groups
+        x, grad_y = (_batch_into_channels(t, d, B) for t, d in ((x, in_dims[0]), (grad_y, in_dims[1])))
+        N, C, H, W = plan.x_shape
+        K = plan.weight_shape[0]
+        folded = plan.refold((N, B * C, H, W), (B * K, *plan.weight_shape[1:]), B * groups, x)
+        return BackwardWeightFunction.apply(x, grad_y, folded).unflatten(0, (B, K)), 0
+
+
+def _sum_of(*terms: Callable[[], Tensor] | bool) -> Tensor | None:
+    """The sum of the terms that are there, None if none is."""
+    total: Tensor | None = None
+    for term in terms:
+        if callable(term):
+            value = term()
+            total = value if total is None else total + value
+    return total
+
+
+def _batch_into_channels(t: Tensor, dim: int | None, B: int) -> Tensor:
+    """(N, C, ...) with a batch somewhere, or the same for all -> (N, B*C, ...), the batch outermost."""
+    t = t.movedim(dim, 1) if dim is not None else t.unsqueeze(1).expand(-1, B, *t.shape[1:])
+    return t.flatten(1, 2)
+
+
+def _fold(
+    B: int,
+    plan: Bound,
+    activation: tuple[Tensor, int | None],
+    weight: tuple[Tensor, int | None],
+    function: Any,
+    arguments: Callable[[Tensor, Tensor, Bound], tuple[Any, ...]],
+) -> Tensor:
+    """Run `function` on batched operands as one convolution; the result has the batch in front."""
+    a, a_dim = activation
+    w, w_dim = weight
+    N, C, H, W = plan.x_shape
+    if w_dim is None:
+        assert a_dim is not None
+        folded = plan.refold((B * N, C, H, W), plan.weight_shape, plan.groups, a)
+        return function.apply(*arguments(a.movedim(a_dim, 0).flatten(0, 1), w, folded)).unflatten(0, (B, N))  # type: ignore[no-any-return]
+    w = w.movedim(w_dim, 0).flatten(0, 1)
+    a = _batch_into_channels(a, a_dim, B)
+    folded = plan.refold((N, B * C, H, W), tuple(w.shape), B * plan.groups, a)
+    result = function.apply(*arguments(a, w, folded))
+    return result.unflatten(1, (B, result.shape[1] // B)).movedim(1, 0)  # type: ignore[no-any-return]

@@ -1,0 +1,68 @@
+"""The Reformer in use: found for this machine, loaded at the first new problem, dropped on request."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from convselect._warnings import warn_once
+
+if TYPE_CHECKING:
+    from convselect.model.inference import Predictor
+
+ARTIFACTS = Path(__file__).parent / "model" / "artifacts"
+
+_lock = threading.Lock()
+_loaded: Predictor | None = None
+_failed = False
+
+
+def get() -> Predictor | None:
+    """The predictor for this machine, or None: then native is chosen, and one warning has said why."""
+    if _loaded is not None or _failed:
+        return _loaded
+    return _load()
+
+
+def path_for_host() -> Path:
+    """Where this machine's artifact lies: `CONVSELECT_ARTIFACT`, else the shipped one of the machine's family."""
+    from convselect.model.host import cpu_capability, family_of_host
+
+    override = os.environ.get("CONVSELECT_ARTIFACT")
+    return Path(override) if override else ARTIFACTS / f"{family_of_host(cpu_capability())}.npz"
+
+
+def _load() -> Predictor | None:
+    global _loaded, _failed
+    from convselect.model.host import host_flags
+    from convselect.model.inference import ArtifactError, Predictor
+
+    with _lock:
+        if _loaded is None and not _failed:
+            path = path_for_host()
+            try:
+                if not path.exists():
+                    raise ArtifactError(f"there is no trained model for this machine ({path.stem})")
+                _loaded = Predictor.load(path, host_flags=host_flags())
+            except (ArtifactError, OSError) as error:
+                _failed = True
+                warn_once("artifact", f"convselect: {error}; every automatic choice is native from now on.")
+    return _loaded
+
+
+def unload() -> None:
+    """Release the model's memory. Choices already made stay; a new problem loads the model again."""
+    global _loaded, _failed
+    with _lock:
+        _loaded, _failed = None, False
+
+
+def _renew_lock() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)

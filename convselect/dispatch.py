@@ -1,0 +1,493 @@
+"""Choice -> output: the eager path, and the only file that joins problem, choice, algorithms and autograd.
+
+A call is recognised by a key of everything that may change the answer. The key leads to a plan by one dictionary
+look-up: either "all native", and the call is `torch.conv2d`, or a `Plan` that runs the chosen algorithms. Plans are
+made at the first call of a kind and kept in a bounded cache, and so are the choices, one per problem.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from convselect import _predictor
+from convselect import settings as _settings
+from convselect._aten_strides import ResultStrides, result_strides, with_strides
+from convselect._autograd import Conv2dFunction, in_functorch
+from convselect._lru import LRU, Entry
+from convselect._warnings import warn_once
+from convselect.choose import NATIVE, Choice, choose, forced
+from convselect.kernels import BY_NAME, Algorithm, NotApplicable
+from convselect.kernels._native_ops import native_backward, native_forward
+from convselect.problem import (
+    CHANNELS_LAST,
+    CONTIGUOUS,
+    DTYPE_NAMES,
+    ConvProblem,
+    Direction,
+    canonical_strides,
+    layout_of,
+    padding_sides,
+    pair,
+)
+from convselect.settings import CACHE_ENTRIES, Settings
+
+# Looked up once: each of these is read on every call.
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+_grad_enabled = torch.is_grad_enabled
+_threads = torch.get_num_threads
+_any_autocast: Any = torch._C._is_any_autocast_enabled
+_deterministic: Any = torch._C._get_deterministic_algorithms
+_mkldnn_enabled: Any = torch._C._get_mkldnn_enabled
+_fp32_precision: Any = torch._C._get_fp32_precision_getter
+_conv2d: Any = torch.conv2d
+_current_settings = _settings.current
+
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+_DEVICES = frozenset({"cpu", "cuda"})
+# A layout or two per direction is what happens; more means strides that never repeat.
+_BACKWARD_PLANS = 16
+
+
+class _Chosen(Entry):
+    """A remembered choice."""
+
+    __slots__ = ("choice",)
+
+    def __init__(self, choice: Choice) -> None:
+        super().__init__()
+        self.choice = choice
+
+
+class _Native(Entry):
+    """The plan of a call that is native in every direction."""
+
+    __slots__ = ()
+    native: bool = True
+
+
+plans = LRU(CACHE_ENTRIES)
+choices = LRU(CACHE_ENTRIES)
+_plan_entries = plans.entries
+
+
+def clear() -> None:
+    """Forget every plan and every choice of this process."""
+    plans.clear()
+    choices.clear()
+
+
+def conv2d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = (1, 1),
+    padding: Any = (0, 0),
+    dilation: Any = (1, 1),
+    groups: int = 1,
+    policy: str | None = None,
+) -> Tensor:
+    """As `torch.nn.functional.conv2d`; see `convselect.conv2d`, which is this with its documentation."""
+    if _is_dynamo_compiling():
+        # A compiled graph holds aten's convolution.
+        return _conv2d(x, weight, bias, stride, padding, dilation, groups)  # type: ignore[no-any-return]
+    settings = _current_settings()
+    if policy is not None:
+        settings = _settings.with_policy(settings, policy)
+    if type(x) not in _PLAIN or type(weight) not in _PLAIN or (bias is not None and type(bias) not in _PLAIN):
+        return _not_ours(settings, "tensor subclasses", x, weight, bias, stride, padding, dilation, groups)
+    key = (
+        x.shape, x.stride(), x.dtype, x.device, x.requires_grad,
+        weight.shape, weight.stride(), weight.dtype, weight.requires_grad,
+        None if bias is None else bias.requires_grad,
+        stride, padding, dilation, groups,
+        _grad_enabled(), _any_autocast() and _autocast_dtype(x), _threads(), _deterministic(), _mkldnn_enabled(),
+        _fp32_precision("mkldnn", "conv") if x.is_cpu else _cuda_flags(), settings,
+    )  # fmt: skip
+    plan: Any
+    try:
+        plan = _plan_entries.get(key)
+    except TypeError:  # lists, which nn.Conv2d's attributes may hold as well
+        geometry = tuple(map(_hashable, (stride, padding, dilation)))
+        if all(a is b for a, b in zip(geometry, (stride, padding, dilation), strict=True)):
+            return _conv2d(x, weight, bias, stride, padding, dilation, groups)  # type: ignore[no-any-return]
+        return conv2d(x, weight, bias, geometry[0], geometry[1], geometry[2], groups, policy)
+    if plan is None:
+        plan = _make_plan(x, weight, bias, stride, padding, dilation, groups, settings)
+        if plan is None:
+            return _conv2d(x, weight, bias, stride, padding, dilation, groups)  # type: ignore[no-any-return]
+        plans.put(key, plan)
+    else:
+        plan.age = plans.clock
+    if plan.native:
+        return _conv2d(x, weight, bias, stride, padding, dilation, groups)  # type: ignore[no-any-return]
+    return plan(x, weight, bias, stride, padding, dilation, groups)  # type: ignore[no-any-return]
+
+
+def _not_ours(settings: Settings, what: str, *arguments: Any) -> Tensor:
+    """PyTorch's own convolution, unless an algorithm was asked for by name."""
+    x, weight, bias, *_ = arguments
+    tensors = isinstance(x, Tensor) and isinstance(weight, Tensor) and (bias is None or isinstance(bias, Tensor))
+    if tensors and settings.policy not in ("auto", NATIVE):
+        raise NotApplicable(f"{settings.policy} cannot do this convolution: {what} are left to PyTorch")
+    return _conv2d(*arguments)  # type: ignore[no-any-return]
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype | bool:
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else False
+
+
+def _cuda_flags() -> tuple[bool, ...]:
+    cudnn = torch.backends.cudnn
+    return (cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32)
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list | torch.Size) else value
+
+
+# ---- plans ------------------------------------------------------------------------------------------------------
+
+
+def _make_plan(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    groups: int,
+    settings: Settings,
+) -> Plan | _Native | None:
+    """The plan for a call of this kind; None where the call is aten's alone: it will raise, or has nothing to do."""
+    if x.dim() == 3 and weight.dim() == 4:
+        inner = _make_plan(x.unsqueeze(0), weight, bias, stride, padding, dilation, groups, settings)
+        if isinstance(inner, Plan):
+            inner.unbatched = True
+        return inner
+    cast = _any_autocast() and _autocast_dtype(x)
+    if cast:
+        x, weight = _cast(x, cast), _cast(weight, cast)
+    problem = _problem_of(x, weight, stride, padding, dilation, groups)
+    if problem is None or not _valid(problem, x, weight, bias, padding, cast=bool(cast)):
+        _refuse_dtype(settings, x)
+        return None
+    plan = Plan(problem, settings, result_strides(x, weight, problem))
+    plan.cast = cast if isinstance(cast, torch.dtype) else None
+    plan.choice = _choice(problem, settings)
+    plan.needs_grad = _grad_enabled() and (
+        x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    )
+    if plan.choice.algorithm != NATIVE:
+        return plan
+    if settings.policy == NATIVE or not plan.needs_grad:
+        return _Native()
+    # Forward is native; a Plan is worth its overhead only if a backward direction is expected not to be.
+    directions = [d for d, t in ((Direction.BACKWARD_DATA, x), (Direction.BACKWARD_WEIGHT, weight)) if t.requires_grad]
+    layout = _y_layout(x, weight, problem)
+    for direction in directions:
+        expected = problem.with_direction(direction)
+        if direction == Direction.BACKWARD_DATA:
+            expected = expected._replace(layout=layout)
+        if _choice(expected, settings).algorithm != NATIVE:
+            return plan
+    return _Native()
+
+
+def _problem_of(x: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any, groups: int) -> ConvProblem | None:
+    """The forward problem, None where the arguments do not even have its form."""
+    if x.dim() != 4 or weight.dim() != 4 or x.dtype not in DTYPE_NAMES or x.device.type not in _DEVICES:
+        return None
+    try:
+        stride_h, stride_w = pair(stride)
+        dil_h, dil_w = pair(dilation)
+        K, _, R, S = weight.shape
+        if any(not isinstance(v, str | int) and len(v) > 2 for v in (stride, padding, dilation)):
+            return None
+        pads = padding_sides(padding, (R, S), (dil_h, dil_w))
+    except (TypeError, ValueError, IndexError):
+        return None
+    tf32 = _fp32_precision("mkldnn", "conv") not in ("none", "ieee") if x.is_cpu else torch.backends.cudnn.allow_tf32
+    N, C, H, W = x.shape
+    return ConvProblem(
+        Direction.FORWARD, N, C, H, W, K, R, S, stride_h, stride_w, *pads, dil_h, dil_w, groups,
+        DTYPE_NAMES[x.dtype], _layout(x), _layout(weight), x.device.type, _threads(), _deterministic(), tf32,
+    )  # fmt: skip
+
+
+def _layout(t: Tensor) -> str:
+    """As `layout_of`. Under vmap a tensor knows its strides but does not answer about channels_last."""
+    return layout_of(torch.empty_strided(t.shape, t.stride(), device="meta") if in_functorch() else t)
+
+
+def _valid(p: ConvProblem, x: Tensor, weight: Tensor, bias: Tensor | None, padding: Any, *, cast: bool) -> bool:
+    """Whether this is a convolution that aten accepts and that has something to compute. What it does not accept is
+    handed to it, so that the error is its own."""
+    numbers = (p.stride_h, p.stride_w, p.dil_h, p.dil_w, p.groups, *p.padding)
+    return (
+        all(isinstance(n, int) for n in numbers)
+        and min(p.stride_h, p.stride_w, p.dil_h, p.dil_w, p.groups) > 0
+        and min(p.padding) >= 0
+        and not (padding == "same" and (p.stride_h, p.stride_w) != (1, 1))
+        and x.numel() > 0
+        and weight.numel() > 0
+        and weight.shape[1] * p.groups == p.C
+        and p.K % p.groups == 0
+        and p.H + p.pad_top + p.pad_bottom >= p.kernel_extent[0]
+        and p.W + p.pad_left + p.pad_right >= p.kernel_extent[1]
+        and weight.dtype == x.dtype
+        and weight.device == x.device
+        and x.layout == weight.layout == torch.strided
+        and (bias is None or _bias_fits(bias, x, p.K, cast=cast))
+    )
+
+
+def _bias_fits(bias: Tensor, x: Tensor, K: int, *, cast: bool) -> bool:
+    return (
+        bias.shape == (K,)
+        and bias.device == x.device
+        and bias.layout == torch.strided
+        and (cast or bias.dtype == x.dtype)
+    )
+
+
+def _are_ints(*values: Any) -> bool:
+    return all(
+        type(v) is int or type(v) is str or (isinstance(v, tuple) and all(type(n) is int for n in v)) for v in values
+    )
+
+
+def _refuse_dtype(settings: Settings, x: Tensor) -> None:
+    if x.dtype not in DTYPE_NAMES and settings.policy in BY_NAME and settings.policy != NATIVE:
+        raise NotApplicable(f"{settings.policy} cannot do this convolution: it computes floats, not {x.dtype}")
+
+
+def _cast(t: Tensor, dtype: torch.dtype | bool) -> Tensor:
+    """Autocast's rule: floating point except float64 is cast."""
+    if isinstance(dtype, torch.dtype) and t.is_floating_point() and t.dtype != torch.float64:
+        return t.to(dtype)
+    return t
+
+
+def _choice(problem: ConvProblem, settings: Settings) -> Choice:
+    """The choice for one problem: out of memory, or made now and remembered."""
+    key = (problem, settings)
+    entry = choices.entries.get(key)
+    if entry is not None:
+        entry.age = choices.clock
+        return entry.choice  # type: ignore[no-any-return]
+    choice = choose(problem, BY_NAME, settings, predictor=_predictor.get() if settings.policy == "auto" else None)
+    choices.put(key, _Chosen(choice))
+    return choice
+
+
+choice_for = _choice
+
+
+def problems_of(layer: torch.nn.Conv2d, x: Tensor) -> list[ConvProblem]:
+    """The problems a convolution layer poses for this input: forward, and under grad mode each gradient that would be
+    computed. Empty where the call is aten's alone."""
+    weight, bias, padding = layer.weight, layer.bias, layer.padding
+    if layer.padding_mode != "zeros":
+        x = torch.nn.functional.pad(x, layer._reversed_padding_repeated_twice, mode=layer.padding_mode)
+        padding = (0, 0)
+    if x.dim() == 3:
+        x = x.unsqueeze(0)
+    cast = _any_autocast() and _autocast_dtype(x)
+    if cast:
+        x, weight = _cast(x, cast), _cast(weight, cast)
+    problem = _problem_of(x, weight, layer.stride, padding, layer.dilation, layer.groups)
+    if problem is None or not _valid(problem, x, weight, bias, padding, cast=bool(cast)):
+        return []
+    problems = [problem]
+    if _grad_enabled() and x.requires_grad:
+        problems.append(problem._replace(direction=Direction.BACKWARD_DATA, layout=_y_layout(x, weight, problem)))
+    if _grad_enabled() and weight.requires_grad:
+        problems.append(problem.with_direction(Direction.BACKWARD_WEIGHT))
+    return problems
+
+
+def _y_layout(x: Tensor, weight: Tensor, problem: ConvProblem) -> str:
+    """The layout y will have, and with it, as a rule, its gradient."""
+    N, K, P, Q = problem.y_shape
+    strides = result_strides(x, weight, problem).y
+    return CONTIGUOUS if strides == canonical_strides((N, K, P, Q), CONTIGUOUS) else CHANNELS_LAST
+
+
+class Plan(Entry):
+    """One kind of call with its chosen algorithms; what the autograd functions are bound to.
+
+    The forward choice is made with the plan, the backward choices when a backward runs, by the layout its gradient
+    comes in.
+    """
+
+    __slots__ = (
+        "_backward", "cast", "choice", "groups", "needs_grad", "problem", "settings", "strides", "unbatched",
+        "weight_shape", "x_shape",
+    )  # fmt: skip
+    native: bool = False
+
+    def __init__(self, problem: ConvProblem, settings: Settings, strides: ResultStrides) -> None:
+        super().__init__()
+        self.problem = problem
+        self.settings = settings
+        self.strides = strides
+        self.choice: Choice | None = None
+        self.groups = problem.groups
+        self.x_shape = problem.x_shape
+        self.weight_shape = problem.weight_shape
+        self.needs_grad = False
+        self.unbatched = False
+        self.cast: torch.dtype | None = None
+        self._backward: dict[Any, tuple[ConvProblem, Choice]] = {}
+
+    def __call__(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any, groups: int
+    ) -> Tensor:
+        watched = torch._C._len_torch_dispatch_stack() > 0 or torch._C._get_tracing_state() is not None
+        if watched and self.settings.policy == "auto":
+            # Modes and tracers count, record or replay aten's convolution.
+            return _conv2d(x, weight, bias, stride, padding, dilation, groups)  # type: ignore[no-any-return]
+        # The key does not tell 1 from 1.0 from True, nor one bias from another: what aten would refuse is aten's.
+        if not (
+            (bias is None or _bias_fits(bias, x, self.problem.K, cast=self.cast is not None))
+            and weight.device == x.device
+            and _are_ints(stride, padding, dilation, groups)
+        ):
+            return _conv2d(x, weight, bias, stride, padding, dilation, groups)  # type: ignore[no-any-return]
+        if self.cast is not None:
+            x, weight = _cast(x, self.cast), _cast(weight, self.cast)
+            bias = None if bias is None else _cast(bias, self.cast)
+        if self.unbatched:
+            x = x.unsqueeze(0)
+        if self.needs_grad or in_functorch() or torch.autograd.forward_ad._current_level >= 0:
+            y: Tensor = Conv2dFunction.apply(x, weight, bias, self)
+        else:
+            y = self.forward(x, weight, bias)
+        return y.squeeze(0) if self.unbatched else y
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """y with aten's strides; no autograd."""
+        if _is_legacy_batched(x, weight):
+            y = native_forward(x, weight, self.problem)
+            return y if bias is None else y + bias.view(-1, 1, 1)
+        choice = self.choice
+        if choice is None:
+            choice = self.choice = _choice(self.problem, self.settings)
+        y = _execute(choice, x, weight, self.problem, self.strides.y)
+        return y if bias is None else y.add_(bias.detach().view(1, -1, 1, 1))
+
+    def backward(
+        self, grad_y: Tensor, x: Tensor | None, weight: Tensor | None, needed: tuple[bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """(grad_x, grad_weight) with aten's strides, None where not needed; no autograd. x is not needed for grad_x."""
+        if _is_legacy_batched(grad_y, x, weight):
+            # Lone operands: aten wants the third for its shape only.
+            whole_x = grad_y.new_empty(self.x_shape) if x is None else x
+            whole_weight = grad_y.new_empty(self.weight_shape) if weight is None else weight
+            return native_backward(grad_y, whole_x, whole_weight, self.problem, needed)
+        grad_x: Tensor | None = None
+        grad_weight: Tensor | None = None
+        todo_x, todo_weight = needed
+        if needed[0] and weight is not None:
+            problem, choice = self._backward_choice(Direction.BACKWARD_DATA, grad_y)
+            if choice.algorithm != NATIVE or x is None:
+                grad_x, todo_x = _execute(choice, grad_y, weight, problem, self.strides.grad_x), False
+        if needed[1] and x is not None:
+            problem, choice = self._backward_choice(Direction.BACKWARD_WEIGHT, x)
+            if choice.algorithm != NATIVE or weight is None:
+                grad_weight, todo_weight = _execute(choice, x, grad_y, problem, self.strides.grad_weight), False
+        if todo_x or todo_weight:
+            assert x is not None
+            assert weight is not None
+            # One call for what is native: aten shares work between the two.
+            native_x, native_weight = _without_autocast(
+                native_backward, grad_y, x, weight, self.problem, (todo_x, todo_weight)
+            )
+            if native_x is not None:
+                grad_x = with_strides(native_x, self.strides.grad_x)
+            if native_weight is not None:
+                grad_weight = with_strides(native_weight, self.strides.grad_weight)
+        return grad_x, grad_weight
+
+    def _backward_choice(self, direction: Direction, streamed: Tensor) -> tuple[ConvProblem, Choice]:
+        key = (direction, streamed.stride(), _threads(), _deterministic())
+        found = self._backward.get(key)
+        if found is None:
+            problem = self.problem._replace(
+                direction=direction, layout=layout_of(streamed), threads=_threads(), deterministic=_deterministic()
+            )
+            found = (problem, _choice(problem, self.settings))
+            if len(self._backward) >= _BACKWARD_PLANS:
+                self._backward.clear()
+            self._backward[key] = found
+        return found
+
+    def refold(self, x_shape: tuple[int, ...], weight_shape: tuple[int, ...], groups: int, like: Tensor) -> Plan:
+        """A plan for the same geometry on other sizes: what vmap makes of a batch of convolutions."""
+        N, C, H, W = x_shape
+        problem = self.problem._replace(N=N, C=C, H=H, W=W, K=weight_shape[0], groups=groups, layout="contiguous")
+        x = torch.empty((1,), dtype=like.dtype, device=like.device).expand(x_shape)
+        weight = torch.empty((1,), dtype=like.dtype, device=like.device).expand(weight_shape)
+        return Plan(problem, self.settings, result_strides(x, weight, problem))
+
+
+# ---- execution --------------------------------------------------------------------------------------------------
+
+
+_LEGACY_BATCHED = torch._C._dispatch_key_parse("Batched")
+
+
+def _is_legacy_batched(*tensors: Tensor | None) -> bool:
+    """Whether autograd's own vmap is at work (`is_grads_batched`, `jacobian(vectorize=True)`): its tensors cannot be
+    unwrapped, and only aten's operators loop over them."""
+    return any(t is not None and torch._C._dispatch_keys(t).has(_LEGACY_BATCHED) for t in tensors)
+
+
+def _without_autocast(function: Any, *arguments: Any) -> Any:
+    """Algorithms compute in the dtype they are given; inside a backward under autocast ATen would cast again."""
+    if not _any_autocast():
+        return function(*arguments)
+    device = next(a.device.type for a in arguments if isinstance(a, Tensor))
+    with torch.autocast(device, enabled=False):
+        return function(*arguments)
+
+
+def _execute(choice: Choice, a: Tensor, b: Tensor, problem: ConvProblem, strides: tuple[int, ...]) -> Tensor:
+    """Run the chosen algorithm on its operands. The automatic choice falls back to native; a forced one raises."""
+    algorithm = BY_NAME[choice.algorithm]
+    try:
+        result = _without_autocast(algorithm.run, a, b, problem, choice.params)
+    except Exception as error:
+        if choice.source == "forced" or algorithm.name == NATIVE:
+            raise
+        warn_once(
+            f"failed:{algorithm.name}",
+            f"convselect: {algorithm.name} failed on {problem} ({error!r}); native runs instead.",
+        )
+        result = _without_autocast(BY_NAME[NATIVE].run, a, b, problem, None)
+    if algorithm.spreads_nonfinite and not _is_finite(result):
+        # A transform turns one NaN or infinity into a tile or an image of them. Native keeps them where they belong.
+        result = _without_autocast(BY_NAME[NATIVE].run, a, b, problem, None)
+    return with_strides(result, strides)
+
+
+def _is_finite(t: Tensor) -> bool:
+    """Whether everything is finite, by one sum; a sum that overflows merely costs a native run. On a GPU the answer
+    would cost a synchronisation: there the difference stays."""
+    if not t.is_cpu:
+        return True
+    return math.isfinite(t.sum(dtype=torch.float32 if t.element_size() == 2 else None).item())
+
+
+def check_policy(policy: str) -> None:
+    """Raises ValueError unless `policy` is "auto" or the name of an algorithm."""
+    if policy != "auto" and policy not in BY_NAME:
+        forced(ConvProblem(Direction.FORWARD, 1, 1, 1, 1, 1, 1, 1), policy, BY_NAME)
+
+
+__all__ = ["Algorithm", "Plan", "check_policy", "clear", "conv2d"]

@@ -1,0 +1,230 @@
+"""What would run, and why: `explain(layer_or_model, input)` and `explain_problem(problem)`."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from convselect import _predictor, dispatch, settings
+from convselect.choose import NATIVE, Choice, refusal
+from convselect.kernels import ALL
+from convselect.problem import ConvProblem
+from convselect.settings import Settings
+
+
+@dataclass(frozen=True)
+class Row:
+    """One problem and what is chosen for it.
+
+    Attributes:
+        layer: the layer's name in the model, "" for a problem on its own.
+        source: "forced", "memory", "store", "model" or "fallback".
+        probability, gain: the model's probability for the algorithm and predicted speed relative to native; None
+            where the model was not asked.
+        why_not: for every other algorithm, one sentence.
+    """
+
+    layer: str
+    direction: str
+    problem: ConvProblem
+    algorithm: str
+    source: str
+    probability: float | None
+    gain: float | None
+    why_not: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The rows of a table; `str()` prints it, `to_json()` hands it on. `details()` adds every reason."""
+
+    rows: tuple[Row, ...]
+    note: str = ""
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def to_json(self) -> str:
+        rows = [{**asdict(row), "problem": str(row.problem)} for row in self.rows]
+        return json.dumps({"rows": rows, "note": self.note}, indent=2)
+
+    def __str__(self) -> str:
+        header = ("layer", "direction", "problem", "algorithm", "source", "p", "gain")
+        cells = [
+            (r.layer, r.direction, short(r.problem), r.algorithm, r.source, _number(r.probability), _times(r.gain))
+            for r in self.rows
+        ]
+        text = _table(header, cells)
+        return f"{text}\n{self.note}" if self.note else text
+
+    def details(self) -> str:
+        """The table, and below it per row why each other algorithm was not taken."""
+        lines = [str(self)]
+        for row in self.rows:
+            lines.append(f"\n{row.layer or 'problem'} {row.problem}\n  takes {row.algorithm}")
+            lines += [f"  not {name}: {reason}" for name, reason in row.why_not.items()]
+        return "\n".join(lines)
+
+
+def explain_problem(problem: ConvProblem, *, layer: str = "", policy: str | None = None) -> Explanation:
+    """What is chosen for one problem and why nothing else is.
+
+    Raises:
+        NotApplicable, ValueError: a forced policy that cannot do it, or names no algorithm.
+    """
+    current = settings.current()
+    return Explanation((_row(layer, problem, current if policy is None else settings.with_policy(current, policy)),))
+
+
+def explain(target: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:
+    """Run `target(*inputs)` once, forward only, and tell what every convolution in it chooses, per direction.
+
+    Args:
+        target: a layer or a model; plain `nn.Conv2d` layers are explained as if they were converted.
+        inputs, kwargs: what it is called with.
+
+    Returns:
+        A row per layer and shape for the forward direction, and for each gradient that training would need under the
+        current grad mode. Prints well.
+
+    The module's buffers (batch-norm statistics) and its training mode are left as they were.
+    """
+    rows: list[Row] = []
+    seen: set[Any] = set()
+
+    def record(name: str, layer: nn.Conv2d, x: Tensor) -> None:
+        policy = getattr(layer, "policy", None)
+        current = settings.current()
+        used = current if policy is None else settings.with_policy(current, policy)
+        for problem in dispatch.problems_of(layer, x):
+            if (name, problem) not in seen:
+                seen.add((name, problem))
+                rows.append(_row(name, problem, used))
+
+    with _recording(target, record):
+        target(*inputs, **kwargs)
+    silent = settings.current().policy == "auto" and _predictor.get() is None
+    note = "No trained model is in use on this machine: automatic choices are native." if silent else ""
+    return Explanation(tuple(rows), note)
+
+
+@contextmanager
+def _recording(target: nn.Module, record: Any) -> Iterator[None]:
+    """Hooks on every convolution; buffers restored afterwards."""
+    buffers = {name: b.detach().clone() for name, b in target.named_buffers() if b is not None}
+    handles = []
+    for name, module in target.named_modules():
+        if isinstance(module, nn.Conv2d):
+            handles.append(
+                module.register_forward_pre_hook(lambda m, args, name=name: record(name, m, args[0]) if args else None)
+            )
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        with torch.no_grad():
+            for name, buffer in target.named_buffers():
+                buffer.copy_(buffers[name])
+
+
+def _row(layer: str, problem: ConvProblem, used: Settings) -> Row:
+    choice = dispatch.choice_for(problem, used)
+    return Row(
+        layer,
+        str(problem.direction),
+        problem,
+        choice.algorithm,
+        choice.source,
+        choice.probability,
+        choice.predicted_gain,
+        _reasons(problem, choice, used),
+    )
+
+
+def _reasons(problem: ConvProblem, choice: Choice, used: Settings) -> dict[str, str]:
+    predictor = _predictor.get() if used.policy == "auto" else None
+    prediction = predictor.predict(problem) if predictor is not None else None
+    reasons: dict[str, str] = {}
+    for algorithm in ALL:
+        name = algorithm.name
+        if name == choice.algorithm:
+            continue
+        reason = refusal(algorithm, problem, used)
+        if reason is None and choice.source == "forced":
+            reason = f"{choice.algorithm} was asked for"
+        if reason is None:
+            reason = _predicted_reason(name, choice, prediction, predictor)
+        reasons[name] = reason
+    return reasons
+
+
+def _predicted_reason(name: str, choice: Choice, prediction: Any, predictor: Any) -> str:
+    if prediction is None:
+        return "no model speaks for this problem, so native runs"
+    if name not in prediction.ranked:
+        return "the model was trained before this algorithm existed"
+    if name == NATIVE:
+        return f"{choice.algorithm} is predicted to be {_times(choice.predicted_gain)} as fast"
+    gain = torch.tensor(prediction.log_gain(name)).exp().item()
+    chosen = choice.predicted_gain or 1.0
+    if choice.algorithm == NATIVE and gain > 1:
+        return f"predicted {_times(gain)} native's speed, under the margin for leaving native"
+    return f"predicted {_times(gain)} native's speed, {choice.algorithm} {_times(chosen)}"
+
+
+def short(problem: ConvProblem) -> str:
+    """A problem in a few characters: "1x64x56x56 -> 64, 3x3 s2 p1 d2 g32 bfloat16 channels_last"."""
+    p = problem
+    parts = [f"{p.N}x{p.C}x{p.H}x{p.W} -> {p.K}, {p.R}x{p.S}"]
+    if p.stride != (1, 1):
+        parts.append(f"s{p.stride_h}" if p.stride_h == p.stride_w else f"s({p.stride_h},{p.stride_w})")
+    if any(p.padding):
+        parts.append(f"p{p.pad_top}" if len(set(p.padding)) == 1 else "p" + str(p.padding).replace(" ", ""))
+    if p.dilation != (1, 1):
+        parts.append(f"d{p.dil_h}" if p.dil_h == p.dil_w else f"d({p.dil_h},{p.dil_w})")
+    if p.groups > 1:
+        parts.append(f"g{p.groups}")
+    if p.dtype != "float32":
+        parts.append(p.dtype)
+    if p.layout != "contiguous":
+        parts.append(p.layout)
+    return " ".join(parts)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _times(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}x"
+
+
+def _table(header: tuple[str, ...], cells: Sequence[tuple[str, ...]]) -> str:
+    """By rich where it is installed, in plain columns where it is not: the table must not cost a dependency."""
+    try:
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        widths = [max(len(row[i]) for row in [header, *cells]) for i in range(len(header))]
+        return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in [header, *cells])
+    table = Table(*header, box=box.SIMPLE_HEAD)
+    for row in cells:
+        table.add_row(*row)
+    out = io.StringIO()
+    Console(file=out, width=160, color_system=None).print(table)
+    return out.getvalue().rstrip()
+
+
+__all__ = ["Explanation", "Row", "explain", "explain_problem", "short"]

@@ -1,0 +1,50 @@
+"""`convselect.conv2d`: the same arguments as `torch.nn.functional.conv2d`, and one more."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from convselect import dispatch
+
+
+def conv2d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] | str = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    *,
+    policy: str | None = None,
+) -> Tensor:
+    """2-D convolution by the algorithm that is expected to be fastest for this problem, per direction.
+
+    Mirrors `torch.nn.functional.conv2d`: same results within rounding, same strides, same errors.
+
+    Args:
+        input: (N, C, H, W) or (C, H, W).
+        weight: (K, C / groups, R, S).
+        bias: (K,) or None.
+        stride, padding, dilation, groups: as in PyTorch; `padding` also takes "same" and "valid".
+        policy: "auto", "native" or the name of an algorithm; None takes the context's (`convselect.use`), then the
+            process's (`CONVSELECT_POLICY`).
+
+    Returns:
+        (N, K, P, Q), or (K, P, Q) for an unbatched input.
+
+    Raises:
+        NotApplicable: an algorithm named by `policy` cannot do this problem.
+        ValueError: `policy` names no algorithm.
+        RuntimeError, TypeError: whatever `torch.nn.functional.conv2d` raises for the same arguments.
+    """
+    # Ints and pairs, lists and tuples are one and the same call and share one cache entry.
+    if type(stride) is int:
+        stride = (stride, stride)
+    if type(padding) is int:
+        padding = (padding, padding)
+    if type(dilation) is int:
+        dilation = (dilation, dilation)
+    return dispatch.conv2d(input, weight, bias, stride, padding, dilation, groups, policy)

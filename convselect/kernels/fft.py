@@ -1,0 +1,520 @@
+"""Convolution by the discrete Fourier transform: the whole padded image at once (`fft`), or in overlapping tiles
+(`fft_tiled`).
+
+With X, W, Y the two-dimensional transforms of the zero-padded image, kernel and output, * the complex conjugate, and
+all products per frequency (sums over c, k, or images and tiles are matrix products, one per frequency):
+
+    forward          Y[n, k] = sum over c of X[n, c] W*[k, c]
+    backward data    X[n, c] = sum over k of Y[n, k] W[k, c]
+    backward weight  W[k, c] = sum over n of X[n, c] Y*[n, k]
+
+The cost per pixel does not grow with the kernel, so this is for large kernels. Sources: the correlation theorem;
+Mathieu, Henaff, LeCun, "Fast Training of Convolutional Networks through FFTs" (2013), section 2; overlap-save tiling as
+in Oppenheim and Schafer, "Discrete-Time Signal Processing", section 8.7.3.
+
+Whole image: a circular transform of length L is exact along an axis as soon as L >= size + max(pad_lo, pad_hi), outputs
+and kernel extent: reads beyond one edge may wrap around into the other edge's zeros. Tiles: each yields
+L - extent + 1 results. The two axes are independent: a one-row image is never padded to a square.
+
+Transform lengths have no prime factor above 7. Dilated kernels are transformed with their zeros in. 16-bit
+operands are transformed in float32 and the result is rounded once. The work is cut into chunks over groups, images,
+tiles and channels so that spectra stay near `_SPECTRUM_BYTES`, and transforms run in pieces that stay in cache.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from convselect.kernels._common import compute_dtype
+from convselect.kernels._contract import Algorithm, Grade, Params
+from convselect.problem import ConvProblem, Direction
+
+TILES = (32, 64, 128, 256, 512)
+"""Tile sides to pick from."""
+MAX_TILED_EXTENT = TILES[-1] // 2
+"""Kernels wider than half the largest tile would recompute more than they keep."""
+
+# Above 32 MiB glibc gives every allocation fresh pages from the kernel, which costs more than the transforms do.
+_SPECTRUM_BYTES = 24 * 2**20
+# Where the weight's spectrum is too large to keep, the image's is kept instead: fewer passes over the weight.
+_HELD_SPECTRUM_BYTES = 80 * 2**20
+# Kernels of few taps are transformed by two matrix products, which skip the zeros they would be padded with and leave
+# the spectrum in the order that the products per frequency want: half the time of a transform and a transposition.
+_MAX_PRUNED_TAPS = 32
+_CPU_PIECE_BYTES, _GPU_PIECE_BYTES = 2**20, 32 * 2**20  # an L2 cache; enough for a full launch
+
+
+@functools.lru_cache(maxsize=4096)
+def fast_length(n: int, even: bool = False) -> int:
+    """The smallest length >= n with no prime factor above 7 (and even, where asked)."""
+    while True:
+        rest = n
+        for prime in (2, 3, 5, 7):
+            while rest % prime == 0:
+                rest //= prime
+        if rest == 1 and not (even and n % 2):
+            return n
+        n += 1
+
+
+@functools.lru_cache(maxsize=256)
+def _dft(length: int, rows: int, columns: int, step: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+    """cos and sin of 2 pi i j step / length, (rows, columns), exact to rounding however large i j is."""
+    turns = torch.outer(torch.arange(rows), torch.arange(columns) * step) % length
+    angle = turns.double() * (2 * math.pi / length)
+    return angle.cos().to(dtype).to(device), angle.sin().to(dtype).to(device)
+
+
+class _Axis(NamedTuple):
+    """How one axis is cut: `tiles` transforms of `length`, each yielding `step` results starting at its `skip`-th;
+    the streamed operand starts `lead` elements into the first tile (negative: that many are cut off)."""
+
+    length: int
+    step: int
+    tiles: int
+    lead: int
+    skip: int
+
+    @property
+    def span(self) -> int:
+        """Elements that all tiles cover together."""
+        return (self.tiles - 1) * self.step + self.length
+
+
+def _axis(
+    direction: Direction, size: int, out: int, extent: int, pads: tuple[int, int], tile: int | None, even: bool
+) -> _Axis:
+    before, after = pads
+    whole = fast_length(max(size + max(before, after), out, extent), even)
+    backward_data = direction == Direction.BACKWARD_DATA
+    if tile is None or tile >= whole:
+        return _Axis(whole, size, 1, 0, before) if backward_data else _Axis(whole, out, 1, before, 0)
+    step = tile - extent + 1
+    if backward_data:
+        # grad_x[h] sums grad_y[h + before - r]: a tile of results needs extent - 1 elements in front of it.
+        return _Axis(tile, step, -(-size // step), extent - 1 - before, extent - 1)
+    return _Axis(tile, step, -(-out // step), before, 0)
+
+
+class _Plan(NamedTuple):
+    """Everything about the execution that follows from the problem; `workspace_bytes` and the loops share it.
+
+    `inner` and `outer` are channels per group of the operand that is streamed and of what it becomes (forward and
+    backward weight: C/G and K/G; backward data: K/G and C/G).
+    """
+
+    rows: _Axis
+    cols: _Axis
+    bins: int
+    inner: int
+    outer: int
+    elementwise: bool  # one input channel per group: products of spectra, no matrix products
+    pruned: bool  # the kernel's transforms are matrix products
+    groups: int  # per chunk
+    outer_chunk: int
+    inner_chunk: int  # less than inner only for elementwise backward data, whose sum over inner channels is a loop
+    images: int  # per chunk, and so tile rows and columns
+    tile_rows: int
+    tile_cols: int
+    piece_bytes: int
+    complex_bytes: int
+
+    @property
+    def units(self) -> int:
+        """Transforms per channel in a chunk."""
+        return self.images * self.tile_rows * self.tile_cols
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return (self.rows.length, self.cols.length)
+
+    @property
+    def piece(self) -> int:
+        """Transforms per piece."""
+        return max(1, self.piece_bytes // (self.bins * self.complex_bytes))
+
+
+def _axes(p: ConvProblem, tile: int | None) -> tuple[_Axis, _Axis]:
+    extent_h, extent_w = p.kernel_extent
+    rows = _axis(p.direction, p.H, p.P, extent_h, (p.pad_top, p.pad_bottom), tile, False)
+    return rows, _axis(p.direction, p.W, p.Q, extent_w, (p.pad_left, p.pad_right), tile, True)
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(p: ConvProblem, tile: int | None) -> _Plan:
+    rows, cols = _axes(p, tile)
+    bins = rows.length * (cols.length // 2 + 1)
+    complex_bytes = 16 if p.dtype == "float64" else 8
+    plane = bins * complex_bytes
+    inner, outer = p.C // p.groups, p.K // p.groups
+    elementwise = inner == 1
+    pruned = not elementwise and max(p.R, p.S) <= _MAX_PRUNED_TAPS
+    if p.direction == Direction.BACKWARD_DATA:
+        inner, outer = outer, inner
+    cpu = p.device == "cpu"
+    piece_bytes = _CPU_PIECE_BYTES if cpu else _GPU_PIECE_BYTES
+    # Products of spectra do nothing but move memory: small chunks keep the whole pipeline in cache.
+    target = 2 * piece_bytes if elementwise else _SPECTRUM_BYTES
+    per_group = max(inner * outer, inner + outer) * plane
+    groups = max(1, min(p.groups, target // per_group))
+    outer_chunk = outer
+    if inner * outer * plane > target:
+        # The streamed operand's spectrum is held while outer channels pass by, or (backward weight) the other way.
+        if not elementwise:
+            target = _HELD_SPECTRUM_BYTES
+        held = target if p.direction == Direction.BACKWARD_WEIGHT else max(target // 4, 2**21)
+        outer_chunk = max(1, min(outer, held // (inner * plane)))
+    inner_chunk = inner
+    if elementwise and p.direction == Direction.BACKWARD_DATA:
+        inner_chunk = max(1, min(inner, target // plane))
+    per_unit = groups * (inner_chunk + outer_chunk) * plane
+    units = max(1, target // per_unit)
+    if units >= rows.tiles * cols.tiles:
+        images, tile_rows, tile_cols = max(1, min(p.N, units // (rows.tiles * cols.tiles))), rows.tiles, cols.tiles
+    else:
+        images, tile_rows, tile_cols = 1, max(1, units // cols.tiles), min(units, cols.tiles)
+    return _Plan(
+        rows, cols, bins, inner, outer, elementwise, pruned, groups, outer_chunk, inner_chunk, images, tile_rows,
+        tile_cols, piece_bytes, complex_bytes,
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1024)
+def tile_side(problem: ConvProblem) -> int:
+    """The tile side with the least estimated time. Nanoseconds per element of one spectrum, measured on one core:
+    4 for a transform and its transposition, 0.2 for a multiplication in a matrix product, 1 outside of one."""
+    p = problem
+    best, best_ns = TILES[-1], float("inf")
+    for tile in TILES:
+        if tile < max(p.kernel_extent):
+            continue
+        rows, cols = _axes(p, tile)
+        units = p.N * rows.tiles * cols.tiles
+        weights = p.K * (p.C // p.groups)
+        product_ns = 1.0 if p.groups == p.C else 0.2
+        total_ns = rows.length * cols.length * (weights * (4 + units * product_ns) + (p.C + p.K) * units * 4)
+        if total_ns < best_ns:
+            best, best_ns = tile, total_ns
+    return best
+
+
+def _ranges(total: int, size: int) -> Iterator[slice]:
+    for start in range(0, total, size):
+        yield slice(start, min(start + size, total))
+
+
+class _Engine:
+    """One call: the loops over chunks, and the packing of spectra.
+
+    A packed spectrum of `channels` (group-major) and `units` is (bins, groups, channels per group, units) for matrix
+    products, bins column by column, and (groups, channels per group, units, bins) for elementwise ones, row by row.
+    """
+
+    def __init__(self, problem: ConvProblem, plan: _Plan) -> None:
+        self.problem, self.plan = problem, plan
+        self.real = compute_dtype(problem)
+        self.complex = torch.complex128 if self.real == torch.float64 else torch.complex64
+
+    # ---- between space and frequency ----------------------------------------------------------------------------
+
+    def _transform(self, planes: Tensor, groups: int, conj: bool) -> Tensor:
+        """Packed spectrum of planes (channels, *units, h, w), zero-padded to the transform's size."""
+        plan = self.plan
+        channels, units = planes.shape[0], planes[0, ..., 0, 0].numel()
+        shape = (channels, units, plan.bins) if plan.elementwise else (plan.bins, channels * units)
+        packed = torch.empty(shape, dtype=self.complex, device=planes.device)
+        for c in _ranges(channels, max(1, plan.piece // units)):
+            part = planes[c].reshape(-1, *planes.shape[-2:]).to(self.real)
+            z = torch.fft.rfft2(part, s=plan.shape)
+            if conj:
+                z = torch.conj_physical(z, out=z)
+            if plan.elementwise:
+                packed[c] = z.reshape(-1, units, plan.bins)
+            else:
+                into = packed[:, c.start * units : c.stop * units]
+                into.view(z.shape[2], z.shape[1], -1).copy_(z.permute(2, 1, 0))
+        if plan.elementwise:
+            return packed.view(groups, channels // groups, units, plan.bins)
+        return packed.view(plan.bins, groups, channels // groups, units)
+
+    def _inverse(self, packed: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """(channels, planes (channels, units, Lh, Lw)), piece by piece."""
+        plan = self.plan
+        units = packed.shape[2] if plan.elementwise else packed.shape[3]
+        channels = packed.numel() // (units * plan.bins)
+        rows, columns = plan.rows.length, plan.cols.length // 2 + 1
+        if plan.elementwise:
+            flat = packed.reshape(channels * units, rows, columns)
+        else:
+            flat = packed.reshape(columns, rows, channels * units).permute(2, 1, 0)
+        for c in _ranges(channels, max(1, plan.piece // units)):
+            z = flat[c.start * units : c.stop * units]
+            yield c, torch.fft.irfft2(z, s=plan.shape).reshape(-1, units, *plan.shape)
+
+    def _weight_spectrum(self, weight: Tensor, g: slice, outer: slice, inner: slice, conj: bool) -> Tensor:
+        """Packed spectrum of the weight between these outer and inner channels: (K', C') instead of units."""
+        p = self.problem
+        w = weight.view(p.groups, p.K // p.groups, p.C // p.groups, p.R, p.S)[g]
+        w = w[:, inner, outer] if p.direction == Direction.BACKWARD_DATA else w[:, outer, inner]
+        k, c = w.shape[1:3]
+        if self.plan.pruned:
+            return self._pruned_transform(w.flatten(0, 2), conj).view(self.plan.bins, -1, k, c)
+        w = w.reshape(-1, 1, p.R, p.S)
+        if p.dilation != (1, 1):
+            spread = w.new_zeros(w.shape[0], 1, *p.kernel_extent)
+            spread[..., :: p.dil_h, :: p.dil_w] = w
+            w = spread
+        packed = self._transform(w, g.stop - g.start, conj)
+        if self.plan.elementwise:
+            return packed.view(-1, k, c, self.plan.bins)
+        return packed.view(self.plan.bins, -1, k, c)
+
+    def _pruned_transform(self, w: Tensor, conj: bool) -> Tensor:
+        """Spectrum (bins, channels) of taps (channels, R, S): first along S, where the input is real, then along R."""
+        p, device, (length_h, length_w) = self.problem, str(w.device), self.plan.shape
+        columns, sign = length_w // 2 + 1, 1 if conj else -1
+        cos, sin = _dft(length_w, columns, p.S, p.dil_w, self.real, device)
+        taps = w.permute(2, 1, 0).reshape(p.S, -1).to(self.real)
+        half = torch.mm(torch.cat((cos, sin)), taps).view(2, columns, p.R, -1)
+        half = torch.complex(half[0], half[1] if conj else half[1].neg_())
+        cos, sin = _dft(length_h, length_h, p.R, p.dil_h, self.real, device)
+        return torch.bmm(torch.complex(cos, sign * sin).expand(columns, -1, -1), half)
+
+    def _pruned_inverse(self, packed: Tensor) -> Tensor:
+        """Taps (channels, R, S) of a spectrum (bins, channels)."""
+        p, device, (length_h, length_w) = self.problem, str(packed.device), self.plan.shape
+        columns = length_w // 2 + 1
+        cos, sin = (t.t() for t in _dft(length_h, length_h, p.R, p.dil_h, self.real, device))
+        half = torch.bmm(torch.complex(cos, sin).expand(columns, -1, -1), packed.view(columns, length_h, -1))
+        # The columns left out are the conjugates of those between the first and the last.
+        twice = torch.full((columns,), 2.0 / (length_h * length_w), dtype=self.real, device=packed.device)
+        twice[0] /= 2
+        twice[-1] /= 2  # the lengths along columns are even
+        cos, sin = (t.t() * twice for t in _dft(length_w, columns, p.S, p.dil_w, self.real, device))
+        parts = torch.view_as_real(half).permute(3, 0, 1, 2).reshape(2 * columns, -1)
+        del half
+        return torch.mm(torch.cat((cos, -sin), 1), parts).view(p.S, p.R, -1).permute(2, 1, 0)
+
+    def _tiles(self, image: Tensor, lead: tuple[int, int], fill: bool) -> Tensor:
+        """Image (n, c, h, w) as overlapping tiles (c, n, tile rows, tile columns, h, w): a view of a padded copy.
+
+        `fill`: tiles as long as the transform; otherwise disjoint tiles of one step."""
+        axes = (self.plan.rows, self.plan.cols)
+        pads: list[int] = []
+        lengths = [axis.length if fill else axis.step for axis in axes]
+        for i in (1, 0):
+            span = axes[i].span if fill else axes[i].tiles * axes[i].step
+            pads += [lead[i], span - lead[i] - image.shape[2 + i]]
+        padded = F.pad(image, pads) if any(pads) else image
+        for i in (0, 1):
+            padded = padded.unfold(2 + i, lengths[i], axes[i].step)
+        return padded.transpose(0, 1)
+
+    # ---- products per frequency ---------------------------------------------------------------------------------
+
+    def _product(self, total: Tensor | None, data: Tensor, w: Tensor) -> Tensor:
+        """Spectrum of the result: streamed spectrum times weight spectrum, summed over inner channels, plus total."""
+        backward_data = self.problem.direction == Direction.BACKWARD_DATA
+        if self.plan.elementwise:
+            if not backward_data:
+                return data * w
+            for k in range(w.shape[1]):
+                a, b = data[:, k : k + 1], w[:, k : k + 1]
+                total = a * b if total is None else total.addcmul_(a, b)
+            assert total is not None
+            return total
+        matrix = (w.transpose(2, 3) if backward_data else w).flatten(0, 1)
+        stream = data.flatten(0, 1)
+        if stream.shape[2] == 1:  # a vector: BLAS takes it from the left several times faster
+            product = torch.bmm(stream.transpose(1, 2), matrix.transpose(1, 2)).transpose(1, 2)
+        else:
+            product = torch.bmm(matrix, stream)
+        return product.view(self.plan.bins, -1, *product.shape[1:])
+
+    def _accumulate(self, total: Tensor | None, x: Tensor, grad: Tensor) -> Tensor:
+        """Add this chunk's part of the weight's spectrum: the sum over its units of x times conj(grad_y)."""
+        if self.plan.elementwise:
+            product = x * grad
+            product = product.sum(2, keepdim=True) if product.shape[2] > 1 else product
+            return product if total is None else total.add_(product)
+        a, b = grad.flatten(0, 1), x.flatten(0, 1).transpose(1, 2)
+        if total is None:
+            product = a * b if a.shape[2] == 1 else torch.bmm(a, b)
+            return product.view(self.plan.bins, -1, *product.shape[1:])
+        total.view(-1, *total.shape[2:]).baddbmm_(a, b)
+        return total
+
+    # ---- loops --------------------------------------------------------------------------------------------------
+
+    def _blocks(self) -> Iterator[tuple[slice, slice, slice]]:
+        """(images, tile rows, tile columns) of every chunk."""
+        plan = self.plan
+        for n in _ranges(self.problem.N, plan.images):
+            for i in _ranges(plan.rows.tiles, plan.tile_rows):
+                for j in _ranges(plan.cols.tiles, plan.tile_cols):
+                    yield n, i, j
+
+    def _stream(self, data: Tensor, g: slice, inner: slice, block: tuple[slice, slice, slice]) -> Tensor:
+        """Packed spectrum of one block of the streamed operand's tiles, groups g. `inner` is a part of one group's
+        channels or all of several's: one range of channels either way."""
+        plan = self.plan
+        n, i, j = block
+        channels = slice(g.start * plan.inner + inner.start, (g.stop - 1) * plan.inner + inner.stop)
+        tiles = self._tiles(data[n, channels], (plan.rows.lead, plan.cols.lead), True)
+        return self._transform(tiles[:, :, i, j], g.stop - g.start, False)
+
+    def _store(self, result: Tensor, packed: Tensor, first: int, block: tuple[slice, slice, slice]) -> None:
+        """Write the results of one block of tiles, for channels from `first` on, to where they belong."""
+        rows, cols = self.plan.rows, self.plan.cols
+        n, i, j = block
+        count = (n.stop - n.start, i.stop - i.start, j.stop - j.start)
+        target = result[n, :, i.start * rows.step : i.stop * rows.step, j.start * cols.step : j.stop * cols.step]
+        for c, planes in self._inverse(packed):
+            kept = planes[..., rows.skip : rows.skip + rows.step, cols.skip : cols.skip + cols.step]
+            kept = kept.reshape(-1, *count, rows.step, cols.step).permute(1, 0, 2, 4, 3, 5)
+            kept = kept.reshape(count[0], -1, count[1] * rows.step, count[2] * cols.step)
+            target[:, first + c.start : first + c.stop] = kept[..., : target.shape[2], : target.shape[3]]
+
+    def image_result(self, data: Tensor, weight: Tensor) -> Tensor:
+        """y from x, or grad_x from grad_y."""
+        p, plan = self.problem, self.plan
+        result = data.new_empty(p.result_shape)
+        conj = p.direction == Direction.FORWARD
+        keep_weight = plan.outer_chunk == plan.outer and plan.inner_chunk == plan.inner
+        for g in _ranges(p.groups, plan.groups):
+            kept: Tensor | None = None
+            for block in self._blocks():
+                stream: Tensor | None = None
+                for outer in _ranges(plan.outer, plan.outer_chunk):
+                    product: Tensor | None = None
+                    # At any time one spectrum of each kind is alive: `workspace_bytes` counts on the `del`s.
+                    for inner in _ranges(plan.inner, plan.inner_chunk):
+                        if stream is None or plan.inner_chunk < plan.inner:
+                            del stream
+                            stream = self._stream(data, g, inner, block)
+                        w = self._weight_spectrum(weight, g, outer, inner, conj) if kept is None else kept
+                        kept = w if keep_weight else None
+                        product = self._product(product, stream, w)
+                        del w
+                    assert product is not None
+                    self._store(result, product, g.start * plan.outer + outer.start, block)
+                    del product
+                del stream
+        return result
+
+    def weight_result(self, x: Tensor, grad_y: Tensor) -> Tensor:
+        """grad_weight."""
+        p, plan = self.problem, self.plan
+        result = x.new_empty(p.weight_shape)
+        flat = result.view(-1, p.R, p.S)
+        one_block = plan.units == p.N * plan.rows.tiles * plan.cols.tiles
+        for g in _ranges(p.groups, plan.groups):
+            held: Tensor | None = None
+            for outer in _ranges(plan.outer, plan.outer_chunk):
+                # A chunk is either part of one group or all of several: one range of channels.
+                channels = slice(g.start * plan.outer + outer.start, (g.stop - 1) * plan.outer + outer.stop)
+                total: Tensor | None = None
+                for n, i, j in self._blocks():
+                    stream = self._stream(x, g, slice(0, plan.inner), (n, i, j)) if held is None else held
+                    tiles = self._tiles(grad_y[n, channels], (0, 0), False)
+                    total = self._accumulate(total, stream, self._transform(tiles[:, :, i, j], g.stop - g.start, True))
+                    held = stream if one_block else None
+                    del stream, tiles
+                assert total is not None
+                first = channels.start * plan.inner
+                if plan.pruned:
+                    taps = self._pruned_inverse(total)
+                    flat[first : first + taps.shape[0]] = taps
+                    del total, taps
+                    continue
+                if not plan.elementwise:
+                    total = total.reshape(plan.bins, 1, -1, 1)  # every (k, c) a channel of one unit
+                for c, planes in self._inverse(total):
+                    taps = planes[:, 0, : p.kernel_extent[0] : p.dil_h, : p.kernel_extent[1] : p.dil_w]
+                    flat[first + c.start : first + c.stop] = taps
+                del total
+        return result
+
+
+class Fft(Algorithm):
+    """The whole padded image in one transform."""
+
+    name = "fft"
+    spreads_nonfinite = True
+
+    def _tile(self, problem: ConvProblem, params: Params) -> int | None:
+        return None
+
+    def why_not(self, problem: ConvProblem) -> str | None:
+        p = problem
+        if p.stride_h != 1 or p.stride_w != 1:
+            return f"a transform computes every output, of which stride {p.stride} keeps a part: unit stride only"
+        if p.R == 1 and p.S == 1:
+            return "a 1x1 kernel has nothing to gain from a transform"
+        return None
+
+    def workspace_bytes(self, problem: ConvProblem) -> int:
+        p, plan = problem, _plan(problem, self._tile(problem, None))
+        plane = plan.bins * plan.complex_bytes
+        inner, outer = plan.groups * plan.inner_chunk, plan.groups * plan.outer_chunk
+        kernels = inner * plan.outer_chunk
+        # Spectra: streamed operand, result (or grad_y, and the product before its sum over units), weight.
+        copies = 2 if p.direction == Direction.BACKWARD_WEIGHT and plan.elementwise else 1
+        total = ((inner + copies * outer) * plan.units + copies * kernels) * plane
+        # The padded images, and the weight gathered, cast, and with its zeros in.
+        total += max(inner, outer) * plan.rows.span * plan.cols.span * plan.images * p.element_bytes
+        extent_h, extent_w = p.kernel_extent
+        total += kernels * (3 * p.R * p.S + extent_h * extent_w) * plan.complex_bytes // 2
+        if plan.pruned:  # half-way transforms, as planes and complex
+            total += 2 * kernels * (plan.cols.length // 2 + 1) * p.R * plan.complex_bytes
+        # A piece on its way: gathered, cast, padded, transformed; or gathered, transformed twice, cropped, reordered.
+        transforms = min(max(inner, outer) * plan.units, max(plan.piece, plan.units))
+        return total + 6 * max(transforms, min(kernels, plan.piece)) * plane
+
+    def error_grade(self, problem: ConvProblem) -> Grade:
+        return Grade.DIRECT if problem.element_bytes == 2 else Grade.CLOSE
+
+    def forward(self, x: Tensor, weight: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
+        plan = _plan(problem, self._tile(problem, params))
+        return _Engine(problem, plan).image_result(x, weight)
+
+    def backward_data(self, grad_y: Tensor, weight: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
+        plan = _plan(problem, self._tile(problem, params))
+        return _Engine(problem, plan).image_result(grad_y, weight)
+
+    def backward_weight(self, x: Tensor, grad_y: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
+        if problem.N == 0:
+            return x.new_zeros(problem.weight_shape)
+        plan = _plan(problem, self._tile(problem, params))
+        return _Engine(problem, plan).weight_result(x, grad_y)
+
+
+class FftTiled(Fft):
+    """Overlapping tiles. `params={"tile": side}` overrides `tile_side`; the side must be even and at least the kernel's
+    extent (ValueError). An axis that is no longer than a tile is transformed whole."""
+
+    name = "fft_tiled"
+
+    def _tile(self, problem: ConvProblem, params: Params) -> int:
+        if params is None or "tile" not in params:
+            return tile_side(problem)
+        tile = int(params["tile"])
+        if tile % 2 or tile < max(problem.kernel_extent):
+            raise ValueError(f"tile {tile} must be even and hold the kernel's extent {problem.kernel_extent}")
+        return tile
+
+    def why_not(self, problem: ConvProblem) -> str | None:
+        extent = max(problem.kernel_extent)
+        if extent > MAX_TILED_EXTENT:
+            return f"the kernel spans {extent} elements, tiles take up to {MAX_TILED_EXTENT}: use fft, the whole image"
+        return super().why_not(problem)
+
+
+ALGORITHMS = (Fft(), FftTiled())

@@ -1,0 +1,239 @@
+"""Measured times as rows of a CSV file, and as one table for training: what `measure` writes and `train` reads."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from convselect.problem import ConvProblem, Direction
+
+NATIVE = "native"
+STATUSES = ("ok", "wrong", "failed", "censored")
+
+KERNEL_CLASSES = ("1x1", "3x3", "strided", "depthwise", "grouped", "large", "other")
+
+
+class Row(NamedTuple):
+    """One algorithm on one problem.
+
+    `status` is "ok"; "censored": dropped after the first rounds as hopeless, with the time of those; "wrong": its
+    result was, and it was never timed; "failed": it raised. `clock` says what the times are: "thread" CPU time of the
+    calling thread (one thread), or "wall". `wall_us` is the median wall time of the same calls. Times in us, NaN
+    where there are none.
+    """
+
+    model: str
+    problem: ConvProblem
+    algorithm: str
+    revision: int
+    status: str
+    clock: str = "thread"
+    min_us: float = float("nan")
+    median_us: float = float("nan")
+    p20_us: float = float("nan")
+    p80_us: float = float("nan")
+    wall_us: float = float("nan")
+    rounds: int = 0
+
+
+_TIMES = ("min_us", "median_us", "p20_us", "p80_us", "wall_us")
+HEADER = ("model", "kernel_class", *ConvProblem._fields, *Row._fields[2:])
+
+
+def kernel_class(problem: ConvProblem) -> str:
+    """Which of `KERNEL_CLASSES` a problem is sampled and reported under."""
+    p = problem
+    if max(p.R, p.S) >= 7:
+        return "large"
+    if p.groups > 1:
+        return "depthwise" if p.is_depthwise else "grouped"
+    if p.stride != (1, 1):
+        return "strided"
+    if p.R == p.S and p.R in (1, 3) and p.dilation == (1, 1):
+        return f"{p.R}x{p.S}"
+    return "other"
+
+
+def family_of(model: str) -> str:
+    """The network family that a model name begins with: "resnet" of "resnet50d", also of "tf_resnet50"."""
+    found = re.match(r"(?:(?:tf|test|legacy)_)*([a-z]+)", model.lower())
+    return found.group(1) if found else model.lower()
+
+
+# ---- files ------------------------------------------------------------------------------------------------------
+
+
+def append_rows(path: str | Path, rows: Iterable[Row]) -> None:
+    """Add rows to a file in one write, so that a problem is in it whole or not at all; starts the file if need be.
+
+    A line that an interrupted write left unfinished is removed first.
+    """
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    for row in rows:
+        times = [f"{getattr(row, name):.3f}" for name in _TIMES]
+        head = [row.algorithm, row.revision, row.status, row.clock]
+        writer.writerow([row.model, kernel_class(row.problem), *row.problem, *head, *times, row.rounds])
+    with Path(path).open("a+b") as file:
+        whole = _whole_bytes(file)
+        file.truncate(whole)
+        header = "" if whole else ",".join(HEADER) + "\n"
+        file.write((header + text.getvalue()).encode())
+
+
+def _whole_bytes(file: BinaryIO) -> int:
+    """Size of a file up to its last newline; reads from its end only as far as it must."""
+    end = file.seek(0, io.SEEK_END)
+    while end > 0:
+        start = max(0, end - 4096)
+        file.seek(start)
+        found = file.read(end - start).rfind(b"\n")
+        if found >= 0:
+            return start + found + 1
+        end = start
+    return 0
+
+
+def read_rows(path: str | Path) -> list[Row]:
+    """All complete rows of a file, in order. An unfinished last line is left out.
+
+    Raises:
+        ValueError: where the header is not ours, or a row has an unknown status or a field that is not a number.
+    """
+    text = Path(path).read_bytes()
+    lines = text[: text.rfind(b"\n") + 1].decode().splitlines()
+    reader = csv.reader(lines)
+    header = tuple(next(reader, ()))
+    if header != HEADER:
+        raise ValueError(f"{path} is not a file of measured times of this version: its header differs")
+    n = len(ConvProblem._fields)
+    rows = []
+    for cells in reader:
+        if len(cells) != len(HEADER):
+            raise ValueError(f"{path}, line {reader.line_num}: {len(cells)} fields instead of {len(HEADER)}")
+        algorithm, revision, status, clock, *numbers, rounds = cells[2 + n :]
+        if status not in STATUSES:
+            raise ValueError(f"{path}, line {reader.line_num}: unknown status {status!r}")
+        problem = _problem(cells[2 : 2 + n])
+        times = dict(zip(_TIMES, map(float, numbers), strict=True))
+        rows.append(Row(cells[0], problem, algorithm, int(revision), status, clock, **times, rounds=int(rounds)))
+    return rows
+
+
+def _problem(cells: Sequence[str]) -> ConvProblem:
+    values: list[object] = [Direction(cells[0])]
+    for name, cell in zip(ConvProblem._fields[1:], cells[1:], strict=True):
+        default = ConvProblem._field_defaults.get(name, 0)
+        if isinstance(default, bool):
+            values.append(cell == "True")
+        else:
+            values.append(cell if isinstance(default, str) else int(cell))
+    return ConvProblem(*values)  # type: ignore[arg-type]
+
+
+# ---- tables -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Table:
+    """Times of all algorithms on all problems.
+
+    Attributes:
+        problems, models: one per line; the model the problem was taken from.
+        names: algorithms, "native" first, then by name; one per column.
+        times_us: (problems, names), NaN where an algorithm does not apply, was wrong or failed.
+        revisions: of the algorithms, as measured.
+    """
+
+    problems: list[ConvProblem]
+    models: list[str]
+    names: tuple[str, ...]
+    times_us: npt.NDArray[np.float64]
+    revisions: dict[str, int]
+
+    @classmethod
+    def from_rows(cls, rows: Iterable[Row]) -> Table:
+        """Only the latest revision of each algorithm counts; a problem measured twice gets the lower times. Problems
+        without a time for native, or with nothing to choose from beside it, are left out.
+
+        Raises:
+            ValueError: where nothing is left.
+        """
+        rows = list(rows)
+        revisions: dict[str, int] = {}
+        for row in rows:
+            revisions[row.algorithm] = max(row.revision, revisions.get(row.algorithm, row.revision))
+        times: dict[ConvProblem, dict[str, float]] = {}
+        models: dict[ConvProblem, str] = {}
+        refused: set[tuple[ConvProblem, str]] = set()
+        for row in rows:
+            if row.revision != revisions[row.algorithm]:
+                continue
+            if row.status in ("ok", "censored"):
+                of_problem = times.setdefault(row.problem, {})
+                models.setdefault(row.problem, row.model)
+                of_problem[row.algorithm] = min(row.min_us, of_problem.get(row.algorithm, float("inf")))
+            else:
+                refused.add((row.problem, row.algorithm))
+        for problem, name in refused:
+            times.get(problem, {}).pop(name, None)
+        kept = [problem for problem, of_problem in times.items() if NATIVE in of_problem and len(of_problem) > 1]
+        if not kept:
+            raise ValueError("no problem was measured with native and at least one other algorithm")
+        others = sorted({name for problem in kept for name in times[problem]} - {NATIVE})
+        names = (NATIVE, *others)
+        table = np.array([[times[problem].get(name, np.nan) for name in names] for problem in kept], np.float64)
+        return cls(kept, [models[p] for p in kept], names, table, {name: revisions[name] for name in names})
+
+
+def folds(models: Sequence[str], n_folds: int, seed: int = 0) -> tuple[npt.NDArray[np.int64], str]:
+    """(fold number of each problem, what was kept apart: "family" or "problem").
+
+    All problems of a network family are in one fold: layers of relatives are near duplicates, and a split that
+    separates them flatters. With fewer families than folds there are as many folds as families; with one family,
+    problems are split at random.
+    """
+    order = np.random.default_rng(seed)
+    families = [family_of(model) for model in models]
+    distinct = sorted(set(families))
+    if len(distinct) == 1:
+        return order.permutation(len(models)).astype(np.int64) % n_folds, "problem"
+    n_folds = min(n_folds, len(distinct))
+    sizes = np.zeros(n_folds, np.int64)
+    fold_of: dict[str, int] = {}
+    # Largest first into the emptiest fold; ties in an order that depends on the seed alone.
+    count = {family: families.count(family) for family in distinct}
+    shuffled = [distinct[i] for i in order.permutation(len(distinct))]
+    for family in sorted(shuffled, key=lambda f: -count[f]):
+        fold_of[family] = int(sizes.argmin())
+        sizes[fold_of[family]] += count[family]
+    return np.array([fold_of[family] for family in families], np.int64), "family"
+
+
+def ratio_target(times: npt.NDArray[np.float64], alpha: float = 1.0) -> npt.NDArray[np.float64]:
+    """Ratio-preserving probabilities p_i = t_i**-alpha / sum_k t_k**-alpha per row, (n, c) -> (n, c); 0 where NaN.
+
+    alpha = 1 is the target of ICLR 2025 submission 13039 (a kernel b times faster gets b times the probability, in
+    any unit of time); larger exponents sharpen it, infinity is one-hot. Computed in logarithms, so that nothing
+    overflows.
+
+    Raises:
+        ValueError: where a row has no finite time, or a time is not positive.
+    """
+    finite = np.isfinite(times)
+    if not finite.any(axis=-1).all():
+        raise ValueError("a problem has no applicable algorithm")
+    if (times[finite] <= 0).any():
+        raise ValueError("a time is not positive")
+    scores = np.where(finite, -alpha * np.log(np.where(finite, times, 1.0)), -np.inf)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    result: npt.NDArray[np.float64] = weights / weights.sum(axis=-1, keepdims=True)
+    return result

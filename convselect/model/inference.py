@@ -1,0 +1,290 @@
+"""`Predictor`: one artifact file, run in numpy. No torch, no training code, no allocation in the matrix products.
+
+An artifact is one `.npz` file without pickles: the folded matrices of a Reformer (`reformer.fold`), possibly stored in
+float16, and one JSON text, its `Card`. Everything a `Card` promises is checked on loading; what a predictor was
+not trained for it declines, and the caller stays with native.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import math
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from convselect.features import FEATURE_NAMES, FEATURES_VERSION, features
+from convselect.problem import ConvProblem
+
+FORMAT_VERSION = 1
+NATIVE = "native"
+ARTIFACTS = Path(__file__).parent / "artifacts"
+
+SIXTEEN_BIT_FLAGS = {"bfloat16": ("avx512_bf16", "amx_bf16"), "float16": ("avx512_fp16", "amx_fp16")}
+"""Processor features that decide whether native computes in a 16-bit type or emulates it, 5 to 30 times slower."""
+
+Array = npt.NDArray[np.float32]
+_Program = tuple[tuple[Array, Array, Array, Array, Array], list[tuple[Array, Array, Array, Array]], Array]
+
+
+class ArtifactError(ValueError):
+    """A model file is missing, damaged, or made for another version; the message says which, in one sentence."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Card:
+    """What an artifact is, what it was measured on, and how well it did on networks it had not seen.
+
+    Attributes:
+        family: the kind of machine, as `host.family_of_host` names it.
+        algorithm_names: one per logit; names, never positions in the pool.
+        alpha: exponent of the training target, p ~ t**-alpha; logit differences / alpha are log ratios of times.
+        margin: predicted ln(t_native / t) up to which native should be kept.
+        dtypes: element types with enough measured problems.
+        device: device kind of the measured problems.
+        host_flags: the processor features of `SIXTEEN_BIT_FLAGS` on the measuring machine.
+        threads: thread counts measured.
+        revisions: algorithm name -> `Algorithm.revision` that was measured.
+        versions, data, figures: library versions, description of the data set, held-out results.
+    """
+
+    family: str
+    algorithm_names: tuple[str, ...]
+    alpha: float
+    margin: float
+    dtypes: tuple[str, ...]
+    device: str = "cpu"
+    host_flags: Mapping[str, bool] = dataclasses.field(default_factory=dict)
+    threads: tuple[int, ...] = (1,)
+    revisions: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    data: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    figures: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    feature_names: tuple[str, ...] = FEATURE_NAMES
+    features_version: int = FEATURES_VERSION
+    format_version: int = FORMAT_VERSION
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=2, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Card:
+        """Raises `ArtifactError` unless `text` is a card that this version understands."""
+        try:
+            values = json.loads(text)
+            version = values["format_version"]
+        except (ValueError, TypeError, KeyError):
+            raise ArtifactError("the model file's card is not readable: it is damaged or not a model file") from None
+        if version != FORMAT_VERSION:
+            raise ArtifactError(f"the model file has format {version}; this version reads format {FORMAT_VERSION}")
+        try:
+            for name in ("algorithm_names", "dtypes", "threads", "feature_names"):
+                values[name] = tuple(values[name])
+            card = cls(**values)
+            sound = card.alpha > 0 and 0 <= card.margin < math.inf
+        except (TypeError, KeyError):
+            raise ArtifactError("the model file's card lacks a field or has one too many: it is damaged") from None
+        if not sound:
+            raise ArtifactError(f"the model file's alpha {card.alpha} or margin {card.margin} makes no sense")
+        if card.features_version != FEATURES_VERSION or card.feature_names != FEATURE_NAMES:
+            raise ArtifactError(
+                f"the model file was trained on features of version {card.features_version}, this is version "
+                f"{FEATURES_VERSION}; retrain it with convselect.model.train"
+            )
+        if NATIVE not in card.algorithm_names or len(set(card.algorithm_names)) != len(card.algorithm_names):
+            raise ArtifactError("the model file's algorithm names are not unique or lack 'native'")
+        return card
+
+
+class Prediction:
+    """The ranking of all names an artifact knows, for one problem. Applicability is the caller's to check.
+
+    Attributes:
+        names, logits: the artifact's names and what it says of each.
+        ranked: all names, fastest predicted first.
+    """
+
+    __slots__ = ("_alpha", "_by_name", "logits", "names", "ranked")
+
+    def __init__(self, names: tuple[str, ...], logits: Sequence[float], alpha: float) -> None:
+        self.names = names
+        self.logits = tuple(logits)
+        self._by_name = dict(zip(names, logits, strict=True))
+        self.ranked: Sequence[str] = sorted(names, key=self._by_name.__getitem__, reverse=True)
+        self._alpha = alpha
+
+    def log_gain(self, name: str) -> float:
+        """Predicted ln(t_native / t_name); -inf for a name the artifact does not know, which is never predicted."""
+        return (self._by_name.get(name, -math.inf) - self._by_name[NATIVE]) / self._alpha
+
+    @property
+    def probabilities(self) -> tuple[float, ...]:
+        """Softmax of the logits, in the order of `names`."""
+        top = max(self.logits)
+        exponentials = [math.exp(logit - top) for logit in self.logits]
+        total = sum(exponentials)
+        return tuple(e / total for e in exponentials)
+
+    def probability(self, name: str) -> float:
+        """Probability of one name, 0 for one the artifact does not know."""
+        return self.probabilities[self.names.index(name)] if name in self._by_name else 0.0
+
+    def __repr__(self) -> str:
+        best = self.ranked[0]
+        return f"<prediction {best}, {math.exp(self.log_gain(best)):.2f} x native>"
+
+
+class Predictor:
+    """A loaded artifact. Safe to call from any thread: working buffers are per thread, the matrices are read-only."""
+
+    def __init__(self, card: Card, arrays: Mapping[str, Array], host_flags: Mapping[str, bool] | None = None) -> None:
+        self.card = card
+        self.margin = card.margin
+        self._arrays = _checked(card, arrays)
+        self._n_blocks = sum(name.startswith("hidden_") for name in arrays)
+        self._covered = frozenset(
+            dtype
+            for dtype in card.dtypes
+            if dtype not in SIXTEEN_BIT_FLAGS
+            or (
+                host_flags is not None
+                and all(host_flags.get(f, False) == card.host_flags.get(f, False) for f in SIXTEEN_BIT_FLAGS[dtype])
+            )
+        )
+        self._local = threading.local()
+
+    @classmethod
+    def load(cls, source: str | os.PathLike[str] | bytes, host_flags: Mapping[str, bool] | None = None) -> Predictor:
+        """Read an artifact from a path or from the bytes of one.
+
+        `host_flags` are this machine's processor features (`host.host_flags()`); where those of `SIXTEEN_BIT_FLAGS`
+        differ from the measuring machine's, or are not given, 16-bit problems are declined.
+
+        Raises:
+            ArtifactError: where the file is missing, damaged, or made for another version.
+        """
+        try:
+            with np.load(io.BytesIO(source) if isinstance(source, bytes) else source, allow_pickle=False) as archive:
+                if "card" not in archive.files:
+                    raise ArtifactError("this is not a convselect model file: it has no card")
+                text = str(archive["card"])
+                stored = {name: archive[name] for name in archive.files if name != "card"}
+        except FileNotFoundError:
+            raise ArtifactError(f"there is no model file {source!r}") from None
+        except ArtifactError:
+            raise
+        except Exception as error:  # parsers of damaged bytes raise anything: zlib.error, TokenError, MemoryError, ...
+            raise ArtifactError(f"the model file is damaged or not a model file ({type(error).__name__})") from None
+        card = Card.from_json(text)
+        if any(array.dtype not in (np.float16, np.float32) for array in stored.values()):
+            raise ArtifactError("the model file holds arrays that are not floating point: it is damaged")
+        return cls(card, {name: np.ascontiguousarray(array, np.float32) for name, array in stored.items()}, host_flags)
+
+    def predict(self, problem: ConvProblem) -> Prediction | None:
+        """The predicted ranking; None for what this artifact was not measured on (device kind, element type, 16-bit
+        support of the processor) and for problems with nothing to compute. Any thread count is accepted."""
+        if problem.device != self.card.device or problem.dtype not in self._covered:
+            return None
+        try:
+            x = features(problem)
+        except ValueError:
+            return None
+        return Prediction(self.card.algorithm_names, self._run(x).tolist(), self.card.alpha)
+
+    def logits(self, x: Array) -> Array:
+        """Logits (n_classes,) of a raw feature vector (n_features,), float32."""
+        return self._run(np.array(x, np.float32)).copy()
+
+    def _run(self, x: Array) -> Array:
+        """Overwrites x; the result is this thread's buffer."""
+        program: _Program | None = getattr(self._local, "program", None)
+        if program is None:
+            program = self._local.program = self._program()
+        normalise, steps, result = program
+        low, high, mean, scale, z = normalise
+        np.maximum(x, low, out=x)
+        np.minimum(x, high, out=x)
+        np.subtract(x, mean, out=x)
+        np.multiply(x, scale, out=z)
+        for matrix, source, target, floor in steps:
+            np.dot(matrix, source, out=target)
+            np.maximum(target, floor, out=target)
+        return result
+
+    def _program(self) -> _Program:
+        """Buffers of one thread, and the matrix products over views of them.
+
+        The buffer of a block is (x, 1, t): `hidden` reads (x, 1) and writes t, `out` reads all of it and writes the
+        next block's x, so that nothing is copied and biases cost no call.
+        """
+        a = self._arrays
+        zero, minus_infinity = np.zeros((), np.float32), np.full((), -np.inf, np.float32)
+        result = np.empty(len(a["head"]), np.float32)
+        widths = [a[f"hidden_{i}"].shape for i in range(self._n_blocks)]
+        buffers = [np.ones(columns + rows, np.float32) for rows, columns in widths]
+        buffers.append(np.ones(a["head"].shape[1], np.float32))
+        steps = []
+        for i, (rows, columns) in enumerate(widths):
+            buffer, following = buffers[i], buffers[i + 1]
+            steps.append((a[f"hidden_{i}"], buffer[:columns], buffer[columns : columns + rows], zero))
+            out = a[f"out_{i}"]
+            steps.append((out, buffer, following[: len(out)], zero))
+        steps.append((a["head"], buffers[-1], result, minus_infinity))
+        return (a["low"], a["high"], a["mean"], a["scale"], buffers[0][: len(a["mean"])]), steps, result
+
+
+def _checked(card: Card, arrays: Mapping[str, Array]) -> dict[str, Array]:
+    """The arrays, after checking that they fit together, the card, and are finite; read-only."""
+    n_blocks = sum(name.startswith("hidden_") for name in arrays)
+    expected = {"mean", "scale", "low", "high", "head"}
+    expected |= {f"{part}_{i}" for part in ("hidden", "out") for i in range(n_blocks)}
+    if set(arrays) != expected or n_blocks == 0:
+        raise ArtifactError("the model file lacks a matrix or has one too many: it is damaged")
+    d = len(card.feature_names)
+    fits = all(arrays[name].shape == (d,) for name in ("mean", "scale", "low", "high"))
+    for i in range(n_blocks):
+        hidden, out = arrays[f"hidden_{i}"], arrays[f"out_{i}"]
+        fits = fits and hidden.ndim == out.ndim == 2 and hidden.shape[1] == d + 1
+        fits = fits and out.shape[1] == d + 1 + hidden.shape[0]
+        d = len(out) if out.ndim else -1
+    fits = fits and arrays["head"].shape == (len(card.algorithm_names), d + 1)
+    if not fits:
+        raise ArtifactError("the model file's matrices do not fit together: it is damaged")
+    if not all(np.isfinite(array).all() for array in arrays.values()):
+        raise ArtifactError("the model file holds values that are not finite: it is damaged")
+    checked = {name: array.view() for name, array in arrays.items()}
+    for array in checked.values():
+        array.setflags(write=False)
+    return checked
+
+
+def artifact_path(family: str, directory: str | os.PathLike[str] = ARTIFACTS) -> Path:
+    """Where the artifact of a device family lies; the file may not exist."""
+    return Path(directory) / f"{family}.npz"
+
+
+def save(path: str | os.PathLike[str], card: Card, arrays: Mapping[str, Array], *, half: bool = True) -> None:
+    """Write an artifact, and its card once more as readable `.json` beside it. Same input, same bytes.
+
+    `half` stores the matrices (not the normalisation of the input) in float16. The file appears whole or not at all.
+
+    Raises:
+        ArtifactError: where the arrays do not fit the card, or overflow float16.
+    """
+    stored = {name: a.astype(np.float16) if half and a.ndim == 2 else a for name, a in arrays.items()}
+    _checked(card, {name: a.astype(np.float32) for name, a in stored.items()})
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, card=np.array(card.to_json()), **stored)  # type: ignore[arg-type]
+    for target, content in ((path, buffer.getvalue()), (path.with_suffix(".json"), card.to_json().encode() + b"\n")):
+        partial = target.with_name(f".{target.name}.{os.getpid()}")
+        partial.write_bytes(content)
+        os.replace(partial, target)

@@ -1,0 +1,259 @@
+"""Interleaved timing and the environment it happened in. The only file of the project that reads a clock.
+
+A and B are timed A B A B in one process, in a new random order every round, so that a neighbour, a clock-frequency
+step or a drifting cache hits both; only ratios within a round are compared.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import platform
+import random
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+MALLOC_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
+"""What decides whether glibc gives a large result's pages back after every call and faults them in at the next."""
+
+ISA_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
+
+
+class Clock(NamedTuple):
+    """Two sources of nanoseconds: `wall_ns` is the time that passes, `thread_ns` what the calling thread computes.
+
+    `thread_ns` leaves out preemption by neighbours, but also the work of other threads: with more than one thread it
+    is the calling thread's share only, and on an accelerator it means nothing.
+    """
+
+    wall_ns: Callable[[], int]
+    thread_ns: Callable[[], int]
+
+
+SYSTEM_CLOCK = Clock(time.perf_counter_ns, time.thread_time_ns)
+
+
+class Deadline:
+    """A stretch of wall-clock time that begins now. `seconds=None` never ends."""
+
+    def __init__(self, seconds: float | None, *, clock: Clock = SYSTEM_CLOCK) -> None:
+        self.seconds = seconds
+        self._wall_ns = clock.wall_ns
+        self._start_ns = clock.wall_ns()
+
+    @property
+    def elapsed_s(self) -> float:
+        return (self._wall_ns() - self._start_ns) / 1e9
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds left, not below 0; infinite without an end."""
+        return float("inf") if self.seconds is None else max(0.0, self.seconds - self.elapsed_s)
+
+    @property
+    def passed(self) -> bool:
+        return self.seconds is not None and self.elapsed_s >= self.seconds
+
+
+def _percentile(samples: Sequence[float], percent: float) -> float:
+    return float(np.percentile(samples, percent))
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """What one function took: one sample per round, in the order of the rounds, in microseconds.
+
+    Attributes:
+        samples_us: wall-clock time.
+        thread_us: CPU time of the calling thread in the same calls.
+    """
+
+    samples_us: tuple[float, ...]
+    thread_us: tuple[float, ...] = ()
+
+    @property
+    def min_us(self) -> float:
+        return min(self.samples_us)
+
+    @property
+    def median_us(self) -> float:
+        return _percentile(self.samples_us, 50)
+
+    @property
+    def p20_us(self) -> float:
+        return _percentile(self.samples_us, 20)
+
+    @property
+    def p80_us(self) -> float:
+        return _percentile(self.samples_us, 80)
+
+    @property
+    def on_thread_clock(self) -> Timing:
+        """The same calls with the calling thread's CPU time as the samples."""
+        return Timing(self.thread_us, self.thread_us)
+
+
+class Ratio(NamedTuple):
+    """Median, 20th and 80th percentile of the ratios of samples taken in the same round."""
+
+    median: float
+    p20: float
+    p80: float
+
+
+def ratio(a: Timing, b: Timing) -> Ratio:
+    """Time of `a` over time of `b`, paired by round: above 1 where `b` is the faster.
+
+    Raises:
+        ValueError: unless both have the same, nonzero number of samples.
+    """
+    if len(a.samples_us) != len(b.samples_us) or not a.samples_us:
+        raise ValueError(f"cannot pair {len(a.samples_us)} samples with {len(b.samples_us)}")
+    ratios = [x / y for x, y in zip(a.samples_us, b.samples_us, strict=True)]
+    return Ratio(_percentile(ratios, 50), _percentile(ratios, 20), _percentile(ratios, 80))
+
+
+@dataclass(slots=True)
+class _Samples:
+    wall_us: list[float] = field(default_factory=list)
+    thread_us: list[float] = field(default_factory=list)
+
+
+def interleaved(
+    functions: Mapping[str, Callable[[], object]],
+    rounds: int,
+    *,
+    seed: int = 0,
+    clock: Clock = SYSTEM_CLOCK,
+    deadline_s: float | None = None,
+    synchronise: Callable[[], object] | None = None,
+    on_round: Callable[[int], object] | None = None,
+) -> dict[str, Timing]:
+    """Time each function once per round, in a new random order every round, after one untimed call of each.
+
+    Args:
+        functions: what to time. Each is called with no arguments; its result is dropped outside the timed stretch.
+        rounds: samples per function.
+        seed: of the orders.
+        deadline_s: stop after a round when another like the longest so far would end later than this many seconds
+            after the untimed calls, but not before two rounds.
+        synchronise: waits until an accelerator has finished; called, timed, after each function, and before it.
+        on_round: called, untimed, with the number of rounds done.
+
+    Raises:
+        ValueError: for fewer than one round.
+    """
+    if rounds < 1:
+        raise ValueError(f"rounds must be at least 1, not {rounds}")
+    # Only orders come from this generator, and its own state keeps the global one as the caller left it.
+    order_source = random.Random(seed)
+    wall_ns, thread_ns = clock
+    wait = synchronise if synchronise is not None else _nothing
+    for function in functions.values():
+        function()
+    wait()
+    samples = {name: _Samples() for name in functions}
+    names = list(functions)
+    deadline = Deadline(deadline_s, clock=clock)
+    longest_s, before_s = 0.0, 0.0
+    for done in range(1, rounds + 1):
+        order_source.shuffle(names)
+        for name in names:
+            function = functions[name]
+            wait()
+            thread_start = thread_ns()
+            wall_start = wall_ns()
+            result = function()
+            wait()
+            wall_end = wall_ns()
+            thread_end = thread_ns()
+            del result
+            samples[name].wall_us.append((wall_end - wall_start) / 1e3)
+            samples[name].thread_us.append((thread_end - thread_start) / 1e3)
+        if on_round is not None:
+            on_round(done)
+        if deadline_s is not None:
+            now_s = deadline.elapsed_s
+            longest_s, before_s = max(longest_s, now_s - before_s), now_s
+            if done >= 2 and now_s + longest_s > deadline_s:
+                break
+    return {name: Timing(tuple(s.wall_us), tuple(s.thread_us)) for name, s in samples.items()}
+
+
+def _nothing() -> None:
+    pass
+
+
+def assert_timer_sane(clock: Clock = SYSTEM_CLOCK) -> None:
+    """Check that both clocks never run backwards, do run, and find twice the work to take longer.
+
+    Raises:
+        AssertionError: with the clock's name and what it did. Not an `assert`, so `python -O` checks as well.
+    """
+
+    def spin(steps: int) -> Callable[[], object]:
+        return lambda: sum(range(steps))
+
+    for name, read in zip(clock._fields, clock, strict=True):
+        readings = [read() for _ in range(1000)]
+        if any(later < earlier for earlier, later in itertools.pairwise(readings)):
+            raise AssertionError(f"{name} ran backwards")
+    timings = interleaved({"once": spin(100_000), "twice": spin(200_000)}, 9, clock=clock)
+    for name, thread in (("wall_ns", False), ("thread_ns", True)):
+        once, twice = (t.on_thread_clock if thread else t for t in (timings["once"], timings["twice"]))
+        if once.min_us <= 0:
+            raise AssertionError(f"{name} found no time to pass while work was done")
+        # The minimum is what a neighbour can least disturb; 2 is the truth, 1 would be a clock that measures nothing.
+        if not 1.3 < twice.min_us / once.min_us < 3:
+            raise AssertionError(f"{name}: twice the work took {twice.min_us / once.min_us:.2f} times as long, not 2")
+
+
+def environment() -> dict[str, object]:
+    """Where a measurement was made: everything known to change its result. Values are JSON's types."""
+    import convselect  # here, so that the clock itself depends on nothing
+
+    return {
+        "device": _cpu_model(),
+        "isa": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "torch": torch.__version__,
+        "onednn": _onednn_version(),
+        "python": platform.python_version(),
+        "convselect": convselect.__version__,
+        "libc": " ".join(platform.libc_ver()).strip() or None,
+        "malloc": {name: os.environ.get(name) for name in MALLOC_VARIABLES},
+        "isa_limits": {name: os.environ.get(name) for name in ISA_VARIABLES},
+        "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+    }
+
+
+def _cpu_model() -> str:
+    try:
+        fields = dict(
+            re.split(r"\s*:\s*", line, maxsplit=1)
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if ":" in line
+        )
+    except OSError:
+        fields = {}
+    # Hypervisors shorten the name ("AMD EPYC"); family and model still tell generations apart.
+    name = fields.get("model name", "").strip() or platform.processor() or platform.machine()
+    if "cpu family" in fields and "model" in fields:
+        name += f" (family {fields['cpu family'].strip()} model {fields['model'].strip()})"
+    return name
+
+
+def _onednn_version() -> str | None:
+    """oneDNN's version from PyTorch's build summary, which says "Intel(R) MKL-DNN v3.7.1 (Git Hash ...)"."""
+    if not torch.backends.mkldnn.is_available():
+        return None
+    found = re.search(r"(?:MKL-DNN|oneDNN) v?([\d.]+\d)", torch.__config__.show())
+    return found.group(1) if found else "unknown"

@@ -1,0 +1,30 @@
+"""What every test starts from."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def nan_memory():
+    """Fresh tensors hold NaN, those that ATen makes inside its own operators included, so memory that an algorithm
+    forgets to write shows up in every comparison. (PyTorch fills only while deterministic algorithms are on.)"""
+    fill, mode = torch.utils.deterministic.fill_uninitialized_memory, torch.are_deterministic_algorithms_enabled()
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(mode)
+    torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+@pytest.fixture(autouse=True)
+def _same_start():
+    """One seed, and one thread: OpenMP teams that wait for a busy core take the suite from minutes to hours. Tests of
+    threading set their own number."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(threads)

@@ -1,0 +1,41 @@
+"""A predictor that always prefers one algorithm: makes automatic choices anything but native."""
+
+from __future__ import annotations
+
+import math
+
+from convselect import _predictor, dispatch
+from convselect.kernels import ALL
+
+
+class FakePrediction:
+    def __init__(self, ranked: list[str], gain: float) -> None:
+        self.ranked = ranked
+        self._gain = gain
+
+    def log_gain(self, name: str) -> float:
+        return 0.0 if name == "native" else math.log(self._gain)
+
+    def probability(self, name: str) -> float:
+        return 1.0 / len(self.ranked)
+
+
+class FakePredictor:
+    """Ranks `favourites` first, native after them, the rest last."""
+
+    margin = 0.08
+
+    def __init__(self, *favourites: str, gain: float = 2.0) -> None:
+        rest = [a.name for a in ALL if a.name not in favourites and a.name != "native"]
+        self._ranked = [*favourites, "native", *rest]
+        self._gain = gain
+
+    def predict(self, problem: object) -> FakePrediction:
+        return FakePrediction(self._ranked, self._gain)
+
+
+def use_fake(monkeypatch, *favourites: str, gain: float = 2.0) -> None:
+    """Let every automatic choice of this test be made by a `FakePredictor`; forgets earlier choices."""
+    predictor = FakePredictor(*favourites, gain=gain)
+    monkeypatch.setattr(_predictor, "get", lambda: predictor)
+    dispatch.clear()

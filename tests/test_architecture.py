@@ -1,0 +1,135 @@
+"""The rules of DESIGN.md section 1, asserted from the source and in fresh processes."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import convselect
+from convselect.kernels import ALL, BY_NAME
+
+PACKAGE = Path(convselect.__file__).parent
+# Who may import whom, by the first part of the name below convselect. Helpers with an underscore belong to the file
+# named in the comment.
+ALLOWED = {
+    "problem": set(),
+    "settings": set(),
+    "_warnings": set(),
+    "_lru": set(),
+    "timing": set(),
+    "kernels": {"problem", "settings"},
+    "features": {"problem"},
+    "choose": {"kernels", "problem", "settings"},
+    "model": {"problem", "features", "kernels", "timing", "settings", "choose"},
+    "_predictor": {"model", "_warnings"},
+    "_aten_strides": {"_autograd", "kernels", "problem"},  # dispatch
+    "_autograd": set(),  # dispatch
+    "dispatch": {
+        "_aten_strides",
+        "_autograd",
+        "_lru",
+        "_predictor",
+        "_warnings",
+        "choose",
+        "kernels",
+        "problem",
+        "settings",
+    },
+    "functional": {"dispatch"},
+    "layer": {"dispatch"},
+    "convert": {"dispatch", "layer"},
+    "explain": {"dispatch", "_predictor", "choose", "kernels", "problem", "settings"},
+}
+
+
+def imports_of(path: Path) -> set[str]:
+    """Full names of convselect modules that this file imports anywhere but for type checking."""
+    found: set[str] = set()
+    tree = ast.parse(path.read_text())
+    skipped = {
+        id(node)
+        for branch in ast.walk(tree)
+        if isinstance(branch, ast.If) and "TYPE_CHECKING" in ast.unparse(branch.test)
+        for node in ast.walk(branch)
+    }
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name.startswith("convselect")}
+        elif isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("convselect"):
+            if node.module == "convselect":
+                found |= {f"convselect.{alias.name}" for alias in node.names}
+            else:
+                found.add(node.module)
+    return found
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_imports_go_one_way(name):
+    path = PACKAGE / f"{name}.py"
+    files = [path] if path.exists() else sorted((PACKAGE / name).rglob("*.py"))
+    assert files
+    for file in files:
+        used = {module.split(".")[1] for module in imports_of(file) if module.count(".")}
+        assert used - {name} <= ALLOWED[name], f"{file.name} imports {sorted(used - {name} - ALLOWED[name])}"
+
+
+def test_every_module_is_under_the_rule():
+    free = {"__init__", "__main__", "cli", "demo", "_demo_report", "_architectures"}
+    modules = {p.stem for p in PACKAGE.glob("*.py")}
+    modules |= {p.name for p in PACKAGE.iterdir() if (p / "__init__.py").exists()}
+    assert modules - free == set(ALLOWED)
+
+
+def test_algorithms_never_import_each_other():
+    stems = {p.stem for p in (PACKAGE / "kernels").glob("*.py") if not p.stem.startswith("_")}
+    for file in (PACKAGE / "kernels").glob("*.py"):
+        if file.stem == "__init__":
+            continue
+        used = {module.rsplit(".", 1)[-1] for module in imports_of(file)}
+        assert not used & stems, f"{file.name} imports {used & stems}"
+
+
+def test_only_timing_reads_a_clock():
+    for file in PACKAGE.rglob("*.py"):
+        if file.name == "timing.py":
+            continue
+        names = {
+            alias.name for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Import)
+            for alias in node.names
+        }  # fmt: skip
+        assert not names & {"time", "timeit"}, file
+
+
+def test_names_are_unique_and_native_is_first():
+    assert len(BY_NAME) == len(ALL)
+    assert ALL[0].name == "native"
+
+
+def test_importing_is_light():
+    code = (
+        "import sys, convselect; "
+        "heavy = {'triton', 'sklearn', 'matplotlib', 'scipy', 'pandas', 'typer', 'rich', 'lightgbm',"
+        " 'torch.utils.cpp_extension', 'torch._inductor', 'convselect.model.train', 'convselect.model.inference'}; "
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("name", ["kernels", "model"])
+def test_the_links_at_the_top_are_for_readers(name):
+    link = PACKAGE.parent / name
+    if not (PACKAGE.parent / "pyproject.toml").exists():
+        pytest.skip("an installed package has no repository around it")
+    assert link.is_symlink()
+    assert link.resolve() == PACKAGE / name
+    code = f"import sys; sys.path.insert(0, {str(PACKAGE.parent)!r}); import {name}"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert out.returncode != 0
+    assert f"import this package as convselect.{name}" in out.stderr

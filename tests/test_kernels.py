@@ -1,0 +1,211 @@
+"""Every algorithm x direction x problem x dtype x layout, against float64."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from _memory import peak_extra_bytes
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from problems import LAYOUTS, PROBLEMS, arranged, operands_of, random_operands, relative_error
+from tolerances import tolerance
+
+from convselect.kernels import ALL, Grade
+from convselect.kernels._contract import Algorithm
+from convselect.kernels.native import Native
+from convselect.kernels.reference import Reference
+from convselect.problem import ConvProblem, Direction, conv_problem, layout_of
+
+POOL = [a for a in ALL if a.name != "reference"]
+NOT_FOR = {("upcast", "float32"), ("upcast", "float64"), ("depthwise", "float64")}
+every_algorithm = pytest.mark.parametrize("algorithm", POOL, ids=lambda a: a.name)
+every_direction = pytest.mark.parametrize("direction", list(Direction), ids=str)
+
+
+def prepared(problem: ConvProblem, layout: str, weight_layout: str):
+    """(problem with the layouts as they are, its two operands)."""
+    x, weight, grad_y = random_operands(problem, layout, weight_layout)
+    streamed = grad_y if problem.direction == Direction.BACKWARD_DATA else x
+    problem = problem._replace(layout=layout_of(streamed), weight_layout=layout_of(weight))
+    return problem, operands_of(problem, x, weight, grad_y)
+
+
+@functools.lru_cache(maxsize=4096)
+def expected(problem: ConvProblem, layout: str, weight_layout: str) -> torch.Tensor:
+    """The float64 result on what `prepared` gives; the same for every algorithm, so computed once."""
+    _, operands = prepared(problem, layout, weight_layout)
+    return Reference().run(*(t.double() for t in operands), problem._replace(dtype="float64"))
+
+
+def check(algorithm: Algorithm, problem: ConvProblem, layout: str = "contiguous", weight_layout: str = "contiguous"):
+    """Run one problem and compare; False where the algorithm does not apply."""
+    asked = problem
+    problem, operands = prepared(problem, layout, weight_layout)
+    reason = algorithm.why_not(problem)
+    if reason is not None:
+        assert reason.strip()
+        assert "\n" not in reason
+        return False
+    copies = [t.clone() for t in operands]
+    got = algorithm.run(*operands, problem)
+    assert got.shape == problem.result_shape
+    assert got.dtype == problem.torch_dtype
+    error, bound = relative_error(got, expected(asked, layout, weight_layout)), tolerance(algorithm, problem)
+    assert error <= bound, f"{algorithm.name} {problem}: relative error {error:.2e} over {bound:.1e}"
+    assert all(torch.equal(t, c) for t, c in zip(operands, copies, strict=True)), "an operand was modified"
+    return True
+
+
+@every_direction
+@every_algorithm
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
+def test_agrees_with_reference(algorithm, direction, dtype, nan_memory):
+    ran = [
+        check(algorithm, problem._replace(direction=direction, dtype=dtype), layout, layout)
+        for problem in PROBLEMS.values()
+        for layout in ("contiguous", "channels_last")
+    ]
+    if (algorithm.name, dtype) in NOT_FOR:
+        assert not any(ran)
+    else:
+        assert any(ran), f"{algorithm.name} applies to nothing in {direction}, {dtype}"
+
+
+@every_direction
+@every_algorithm
+def test_any_strides(algorithm, direction, nan_memory):
+    dtype = "bfloat16" if algorithm.name == "upcast" else "float32"
+    names = ("3x3", "3x3 uneven padding", "1x1", "patch 4x4", "whole image", "depthwise 5x5 stride 2",
+             "depthwise multiplier 2", "depthwise 7x7", "groups 2", "one pixel", "one channel", "5x5")  # fmt: skip
+    ran = [
+        check(algorithm, PROBLEMS[name]._replace(direction=direction, dtype=dtype), layout, weight_layout)
+        for name in names
+        for layout in LAYOUTS
+        for weight_layout in (*LAYOUTS, "contiguous")
+    ]
+    assert any(ran)
+
+
+problems = st.builds(
+    conv_problem,
+    N=st.integers(1, 3),
+    C=st.integers(1, 4),
+    H=st.integers(1, 20),
+    W=st.integers(1, 20),
+    K=st.integers(1, 4),
+    R=st.sampled_from([1, 2, 3, 3, 3, 3, 5, 7, 9]),
+    S=st.sampled_from([1, 2, 3, 3, 3, 3, 5, 7, 9]),
+    stride=st.one_of(st.just(1), st.tuples(st.integers(1, 3), st.integers(1, 3))),
+    padding=st.tuples(*(st.integers(0, 4) for _ in range(4))),
+    dilation=st.one_of(st.just(1), st.tuples(st.integers(1, 3), st.integers(1, 3))),
+)
+
+
+@every_algorithm
+@settings(max_examples=120, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.filter_too_much])
+@given(
+    problem=problems, groups=st.integers(1, 5), multiplier=st.integers(1, 3), depthwise=st.booleans(),
+    direction=st.sampled_from(list(Direction)), layout=st.sampled_from(LAYOUTS), weight_layout=st.sampled_from(LAYOUTS),
+)  # fmt: skip
+def test_random_problems(algorithm, problem, groups, multiplier, depthwise, direction, layout, weight_layout):
+    p = problem
+    if depthwise:
+        p = p._replace(C=groups, K=groups * multiplier, groups=groups)
+    else:
+        p = p._replace(C=p.C * groups, K=p.K * groups, groups=groups)
+    p = p._replace(direction=direction, dtype="bfloat16" if algorithm.name == "upcast" else "float32")
+    if p.P > 0 and p.Q > 0:
+        check(algorithm, p, layout, weight_layout)
+
+
+LARGER = {
+    "3x3": conv_problem(4, 64, 28, 28, 64, 3, 3, padding=1),
+    "3x3 one large image": conv_problem(1, 32, 112, 112, 32, 3, 3, padding=1),
+    "3x3 many channels": conv_problem(1, 256, 7, 7, 256, 3, 3, padding=1),
+    "1x1": conv_problem(4, 64, 28, 28, 128, 1, 1),
+    "1x1 stride 2": conv_problem(4, 64, 28, 28, 128, 1, 1, stride=2),
+    "stem": conv_problem(2, 3, 112, 112, 32, 7, 7, stride=2, padding=3),
+    "patch": conv_problem(2, 3, 112, 112, 48, 4, 4, stride=4),
+    "depthwise 7x7": conv_problem(2, 64, 28, 28, 64, 7, 7, padding=3, groups=64),
+    "depthwise 31x31": conv_problem(1, 32, 40, 40, 32, 31, 31, padding=15, groups=32),
+    "groups": conv_problem(2, 64, 28, 28, 64, 3, 3, padding=1, groups=8),
+    "9x9": conv_problem(1, 16, 56, 56, 16, 9, 9, padding=4),
+    "one row": conv_problem(4, 32, 1, 128, 32, 7, 7, padding=3),
+}
+
+
+@every_direction
+@every_algorithm
+def test_workspace_is_an_upper_bound(algorithm, direction):
+    """Measured by the allocator's own events, over both layouts."""
+    for name, problem in LARGER.items():
+        for layout in ("contiguous", "channels_last"):
+            dtype = "bfloat16" if algorithm.name == "upcast" else "float32"
+            p, operands = prepared(problem._replace(direction=direction, dtype=dtype), layout, layout)
+            if algorithm.why_not(p) is None:
+                measured = peak_extra_bytes(lambda o=operands, p=p: algorithm.run(*o, p))
+                stated = algorithm.workspace_bytes(p)
+                assert measured <= stated, f"{name} {layout}: {measured / 2**20:.2f} of {stated / 2**20:.2f} MiB"
+
+
+@every_direction
+@every_algorithm
+def test_error_grade_is_what_it_says(algorithm, direction):
+    """On problems large enough for rounding to show: DIRECT within twice native's own error, the others within the
+    bounds of their grade."""
+    names = ("3x3", "3x3 many channels", "3x3 one large image", "1x1", "depthwise 7x7", "depthwise 31x31", "9x9")
+    for name in names:
+        p, operands = prepared(LARGER[name]._replace(direction=direction), "contiguous", "contiguous")
+        if algorithm.why_not(p) is not None:
+            continue
+        want = expected(LARGER[name]._replace(direction=direction), "contiguous", "contiguous")
+        error = relative_error(algorithm.run(*operands, p), want)
+        native = relative_error(Native().run(*operands, p), want)
+        # Below a few units in the last place native's error is luck of the order of summation.
+        bound = {Grade.DIRECT: max(2 * native, 5e-7), Grade.CLOSE: 1e-5, Grade.LOOSE: 2e-5}[algorithm.error_grade(p)]
+        assert error <= bound, f"{name}: {error:.2e} against native's {native:.2e}"
+
+
+@every_algorithm
+def test_two_threads_agree_with_reference(algorithm):
+    torch.set_num_threads(2)
+    dtype = "bfloat16" if algorithm.name == "upcast" else "float32"
+    ran = [
+        check(algorithm, LARGER[name]._replace(direction=direction, dtype=dtype, threads=2))
+        for name in ("3x3", "1x1", "depthwise 7x7", "9x9")
+        for direction in Direction
+    ]
+    assert any(ran)
+
+
+@every_algorithm
+def test_the_same_call_twice_gives_the_same_bits(algorithm):
+    for direction in Direction:
+        for name in ("3x3", "1x1", "depthwise 7x7", "depthwise 31x31"):
+            dtype = "float16" if algorithm.name == "upcast" else "float32"
+            p, operands = prepared(LARGER[name]._replace(direction=direction, dtype=dtype), "contiguous", "contiguous")
+            if algorithm.why_not(p) is None:
+                assert torch.equal(algorithm.run(*operands, p), algorithm.run(*operands, p))
+
+
+@every_algorithm
+def test_spreads_nonfinite_is_declared(algorithm):
+    """A direct sum keeps a NaN in the window of its pixel; who does not must say so, because dispatch relies on it."""
+    p, (x, weight) = prepared(PROBLEMS["depthwise 3x3"], "contiguous", "contiguous")
+    if algorithm.why_not(p) is not None:
+        pytest.skip("16-bit only, checked through the layer" if algorithm.name == "upcast" else "not depthwise")
+    x[0, 2, 5, 5] = float("nan")
+    got = algorithm.forward(x, weight, p).isnan()
+    want = Native().forward(x, weight, p).isnan()
+    assert want.sum() == 9
+    assert torch.equal(got, want) != algorithm.spreads_nonfinite
+
+
+def test_arrangements_hold_the_values_they_should():
+    """The test data itself: the same numbers in every arrangement, NaN only outside."""
+    t = torch.randn(2, 3, 4, 5)
+    for how in LAYOUTS:
+        if how != "expanded":
+            assert torch.equal(arranged(t, how), t)
