@@ -21,7 +21,7 @@ from convselect._lru import LRU, Entry
 from convselect._warnings import warn_once
 from convselect.choose import NATIVE, Choice, choose, forced
 from convselect.kernels import BY_NAME, Algorithm, NotApplicable
-from convselect.kernels._native_ops import native_backward, native_forward
+from convselect.kernels._native_ops import native_backward, native_forward, overruns_in_channels_last
 from convselect.problem import (
     CHANNELS_LAST,
     CONTIGUOUS,
@@ -48,6 +48,8 @@ _current_settings = _settings.current
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _DEVICES = frozenset({"cpu", "cuda"})
+# What autocast casts: floating point except float64.
+_CAST_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 # A layout or two per direction is what happens; more means strides that never repeat.
 _BACKWARD_PLANS = 16
 
@@ -184,6 +186,8 @@ def _make_plan(
     )
     if plan.choice.algorithm != NATIVE:
         return plan
+    if plan.needs_grad and weight.requires_grad and overruns_in_channels_last(problem):
+        return plan  # whose native backward steps around it
     if settings.policy == NATIVE or not plan.needs_grad:
         return _Native()
     # Forward is native; a Plan is worth its overhead only if a backward direction is expected not to be.
@@ -251,7 +255,7 @@ def _bias_fits(bias: Tensor, x: Tensor, K: int, *, cast: bool) -> bool:
         bias.shape == (K,)
         and bias.device == x.device
         and bias.layout == torch.strided
-        and (cast or bias.dtype == x.dtype)
+        and (bias.dtype == x.dtype or (cast and {bias.dtype, x.dtype} <= _CAST_DTYPES))
     )
 
 

@@ -27,8 +27,14 @@ class SelectedConv2d(nn.Conv2d):
     # On the class, so that converting a layer is a change of class and nothing else.
     policy: str | None = None
 
-    def __init__(self, *args: Any, policy: str | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(  # written out, because torch.nn.utils.skip_init and others read the signature
+        self, in_channels: int, out_channels: int, kernel_size: Any, stride: Any = 1, padding: Any = 0,
+        dilation: Any = 1, groups: int = 1, bias: bool = True, padding_mode: Any = "zeros", device: Any = None,
+        dtype: Any = None, *, policy: str | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype
+        )
         if policy is not None:
             dispatch.check_policy(policy)
             self.policy = policy

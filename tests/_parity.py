@@ -131,7 +131,7 @@ def run(
 
 
 def assert_same(got: torch.Tensor | None, want: torch.Tensor | None, limit: float, what: str) -> None:
-    """Same shape, dtype and strides to the last number; values within `limit` (relative L2), NaN where native has it."""
+    """Same shape, dtype and strides to the last number; values within `limit` (relative L2)."""
     if want is None:
         assert got is None, f"{what}: native has none"
         return
@@ -152,6 +152,19 @@ def assert_same_run(got: Run, want: Run, limit: float, what: str) -> None:
     assert_same(got.y, want.y, limit, f"{what}: y")
     for name, g, w in zip(("grad_x", "grad_weight", "grad_bias"), got.grads, want.grads, strict=True):
         assert_same(g, w, limit, f"{what}: {name}")
+
+
+def run_or_refuse(
+    name: str, problem: ConvProblem, direction: Direction, operands: tuple[torch.Tensor | None, ...], *rest, **arguments
+) -> Run | None:
+    """`run` under a forced algorithm; None where it refuses this direction, in its own words."""
+    try:
+        return run(lambda *o, **a: convselect.conv2d(*o, policy=name, **a), operands, *rest, **arguments)
+    except convselect.NotApplicable as error:
+        message = str(error)
+    sentences = refusals(name, problem, direction)
+    assert any(sentence in message for sentence in sentences), (message, sentences)
+    return None
 
 
 def native(x, weight, bias=None, **arguments):

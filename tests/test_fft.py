@@ -8,7 +8,7 @@ from _memory import peak_extra_bytes
 from problems import arranged, operands_of, random_operands, relative_error
 from tolerances import tolerance
 
-from convselect.kernels import fft
+from convselect.kernels import _fft_plan, fft
 from convselect.kernels.reference import Reference
 from convselect.problem import ConvProblem, Direction, conv_problem
 
@@ -88,16 +88,16 @@ def test_chunks_join(direction, groups, monkeypatch):
     problem = conv_problem(3, 6, 41, 45, 12, 5, 5, padding=2, groups=groups, direction=direction)
     seen = set()
     for budget in (1, 20_000, 90_000, 300_000):
-        monkeypatch.setattr(fft, "_SPECTRUM_BYTES", budget)
-        monkeypatch.setattr(fft, "_HELD_SPECTRUM_BYTES", budget * 2)
-        monkeypatch.setattr(fft, "_CPU_PIECE_BYTES", budget // 8)
-        fft._plan.cache_clear()
+        monkeypatch.setattr(_fft_plan, "SPECTRUM_BYTES", budget)
+        monkeypatch.setattr(_fft_plan, "HELD_SPECTRUM_BYTES", budget * 2)
+        monkeypatch.setattr(_fft_plan, "CPU_PIECE_BYTES", budget // 8)
+        _fft_plan.plan_of.cache_clear()
         check(WHOLE, problem)
         check(TILED, problem, {"tile": 16})
-        plan = fft._plan(problem, 16)
+        plan = _fft_plan.plan_of(problem, 16)
         seen.add((plan.groups, plan.outer_chunk, plan.images, plan.tile_rows, plan.tile_cols))
     monkeypatch.undo()
-    fft._plan.cache_clear()
+    _fft_plan.plan_of.cache_clear()
     assert len(seen) >= 3
 
 
@@ -157,7 +157,7 @@ def test_workspace_stays_bounded(algorithm, direction):
 
 
 def test_one_row_is_not_padded_to_a_square():
-    plan = fft._plan(conv_problem(1, 64, 1, 128, 64, 7, 7, padding=3), None)
+    plan = _fft_plan.plan_of(conv_problem(1, 64, 1, 128, 64, 7, 7, padding=3), None)
     assert plan.rows.length <= 8
     assert plan.cols.length <= 144
 
@@ -165,7 +165,7 @@ def test_one_row_is_not_padded_to_a_square():
 def test_fast_lengths():
     for n in range(1, 300):
         for even in (False, True):
-            length = fft.fast_length(n, even)
+            length = _fft_plan.fast_length(n, even)
             rest = length
             for prime in (2, 3, 5, 7):
                 while rest % prime == 0:
@@ -200,8 +200,8 @@ def test_tile_parameter():
     for tile in (8, 33):
         with pytest.raises(ValueError, match=str(tile)):
             TILED.run(*operands, problem, {"tile": tile})
-    assert fft.tile_side(conv_problem(1, 64, 56, 56, 64, 9, 9, padding=4)) == 32
-    assert fft.tile_side(conv_problem(1, 16, 128, 128, 16, 31, 31, padding=15)) == 64
+    assert _fft_plan.tile_side(conv_problem(1, 64, 56, 56, 64, 9, 9, padding=4)) == 32
+    assert _fft_plan.tile_side(conv_problem(1, 16, 128, 128, 16, 31, 31, padding=15)) == 64
 
 
 @DIRECTIONS

@@ -45,8 +45,9 @@ class Algorithm(ABC):
     automatic: bool = True
     """False: runs only when forced by name (the reference)."""
     spreads_nonfinite: bool = False
-    """True where one NaN or infinity in the input reaches results that a direct sum would leave finite
-    (transform methods). Dispatch then checks the result and hands such a call to native."""
+    """True where one NaN or infinity in an activation reaches results that a direct sum would leave finite
+    (transform methods). Dispatch then checks the result and hands such a call to native. (Infinite weights are no
+    measure: whether a weight that meets only padding gives 0 * inf differs between instruction sets in native.)"""
 
     @abstractmethod
     def why_not(self, problem: ConvProblem) -> str | None:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from convselect.kernels._common import memory_format
-from convselect.problem import CHANNELS_LAST, ConvProblem
+from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, canonical_strides
 
 
 def even_padding(problem: ConvProblem) -> tuple[tuple[int, int], tuple[int, int, int, int] | None]:
@@ -33,6 +33,19 @@ def native_workspace_bytes(problem: ConvProblem) -> int:
     return 4 * (p.x_bytes + p.y_bytes) + 2 * p.weight_bytes + max(p.threads, p.N) * unfolded + padded
 
 
+def overruns_in_channels_last(problem: ConvProblem) -> bool:
+    """Whether oneDNN writes past a buffer of its own in the weight gradient of this geometry if it comes channels_last:
+    strided 1x1 kernels with less than a vector of input channels. Seen with oneDNN 3.12 under AVX2 (C < 8) and AVX-512
+    (C < 16), from about 112 x 112 pixels on; glibc aborts with "free(): invalid pointer" or worse, later."""
+    p = problem
+    return p.R == p.S == 1 and p.stride != (1, 1) and p.C // p.groups < 16 and p.device == "cpu"
+
+
+def _plainly_contiguous(t: Tensor) -> Tensor:
+    """Contiguous, and with strides that say so: one channel fits both layouts, and aten goes by the strides."""
+    return t.contiguous().as_strided(t.shape, canonical_strides(tuple(t.shape), CONTIGUOUS))
+
+
 def native_forward(x: Tensor, weight: Tensor, problem: ConvProblem) -> Tensor:
     """y by `aten::convolution`, without bias."""
     padding, rest = even_padding(problem)
@@ -48,6 +61,8 @@ def native_backward(
     padding, rest = even_padding(problem)
     if rest is not None:
         x = F.pad(x, rest)
+    if needed[1] and overruns_in_channels_last(problem):
+        grad_y, x, weight = (_plainly_contiguous(t) for t in (grad_y, x, weight))
     mask = [*needed, False]
     grad_x, grad_weight, _ = torch.ops.aten.convolution_backward(
         grad_y, x, weight, None, problem.stride, padding, problem.dilation, False, [0, 0], problem.groups, mask

@@ -120,8 +120,8 @@ class Depthwise(Algorithm):
             taps = -(-(band - (rows - 1) * p.stride_h) // p.dil_h) * -(-(width - (p.Q - 1) * p.stride_w) // p.dil_w)
             # x padded, and made dense; grad_y made dense (its layout is not in the problem); a band of each gathered.
             dense, banded = p.layout == CONTIGUOUS, rows < p.P
-            padded = banded or _split(p.padding)[1] is not None
-            total = images * (height * width * (padded + (not dense)) + p.P * p.Q)
+            written_out = banded or _split(p.padding)[1] is not None
+            total = images * (height * width * (written_out + (not dense)) + p.P * p.Q)
             total += images * (band * width + rows * p.Q) if banded else 0
             total += _call_elements(1, images, band * width, rows * p.Q, taps) + 2 * images * taps + 2 * p.K * p.R * p.S
             return 4 * total + cast_bytes(p, p.N * p.C * p.H * p.W, p.N * p.K * p.P * p.Q)

@@ -18,7 +18,7 @@ L - extent + 1 results. The two axes are independent: a one-row image is never p
 
 Transform lengths have no prime factor above 7. Dilated kernels are transformed with their zeros in. 16-bit
 operands are transformed in float32 and the result is rounded once. The work is cut into chunks over groups, images,
-tiles and channels so that spectra stay near `_SPECTRUM_BYTES`, and transforms run in pieces that stay in cache.
+tiles and channels so that spectra stay near `_fft_plan.SPECTRUM_BYTES`, and transforms run in pieces that stay in cache.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -34,175 +33,15 @@ from torch import Tensor
 
 from convselect.kernels._common import compute_dtype
 from convselect.kernels._contract import Algorithm, Grade, Params
+from convselect.kernels._fft_plan import MAX_TILED_EXTENT, Plan, plan_of, tile_side
 from convselect.problem import ConvProblem, Direction
 
-TILES = (32, 64, 128, 256, 512)
-"""Tile sides to pick from."""
-MAX_TILED_EXTENT = TILES[-1] // 2
-"""Kernels wider than half the largest tile would recompute more than they keep."""
-
-# Above 32 MiB glibc gives every allocation fresh pages from the kernel, which costs more than the transforms do.
-_SPECTRUM_BYTES = 24 * 2**20
-# Where the weight's spectrum is too large to keep, the image's is kept instead: fewer passes over the weight.
-_HELD_SPECTRUM_BYTES = 80 * 2**20
-# Kernels of few taps are transformed by two matrix products, which skip the zeros they would be padded with and leave
-# the spectrum in the order that the products per frequency want: half the time of a transform and a transposition.
-_MAX_PRUNED_TAPS = 32
-_CPU_PIECE_BYTES, _GPU_PIECE_BYTES = 2**20, 32 * 2**20  # an L2 cache; enough for a full launch
-
-
-@functools.lru_cache(maxsize=4096)
-def fast_length(n: int, even: bool = False) -> int:
-    """The smallest length >= n with no prime factor above 7 (and even, where asked)."""
-    while True:
-        rest = n
-        for prime in (2, 3, 5, 7):
-            while rest % prime == 0:
-                rest //= prime
-        if rest == 1 and not (even and n % 2):
-            return n
-        n += 1
-
-
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=32)  # a few hundred kB each
 def _dft(length: int, rows: int, columns: int, step: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
     """cos and sin of 2 pi i j step / length, (rows, columns), exact to rounding however large i j is."""
     turns = torch.outer(torch.arange(rows), torch.arange(columns) * step) % length
     angle = turns.double() * (2 * math.pi / length)
     return angle.cos().to(dtype).to(device), angle.sin().to(dtype).to(device)
-
-
-class _Axis(NamedTuple):
-    """How one axis is cut: `tiles` transforms of `length`, each yielding `step` results starting at its `skip`-th;
-    the streamed operand starts `lead` elements into the first tile (negative: that many are cut off)."""
-
-    length: int
-    step: int
-    tiles: int
-    lead: int
-    skip: int
-
-    @property
-    def span(self) -> int:
-        """Elements that all tiles cover together."""
-        return (self.tiles - 1) * self.step + self.length
-
-
-def _axis(
-    direction: Direction, size: int, out: int, extent: int, pads: tuple[int, int], tile: int | None, even: bool
-) -> _Axis:
-    before, after = pads
-    whole = fast_length(max(size + max(before, after), out, extent), even)
-    backward_data = direction == Direction.BACKWARD_DATA
-    if tile is None or tile >= whole:
-        return _Axis(whole, size, 1, 0, before) if backward_data else _Axis(whole, out, 1, before, 0)
-    step = tile - extent + 1
-    if backward_data:
-        # grad_x[h] sums grad_y[h + before - r]: a tile of results needs extent - 1 elements in front of it.
-        return _Axis(tile, step, -(-size // step), extent - 1 - before, extent - 1)
-    return _Axis(tile, step, -(-out // step), before, 0)
-
-
-class _Plan(NamedTuple):
-    """Everything about the execution that follows from the problem; `workspace_bytes` and the loops share it.
-
-    `inner` and `outer` are channels per group of the operand that is streamed and of what it becomes (forward and
-    backward weight: C/G and K/G; backward data: K/G and C/G).
-    """
-
-    rows: _Axis
-    cols: _Axis
-    bins: int
-    inner: int
-    outer: int
-    elementwise: bool  # one input channel per group: products of spectra, no matrix products
-    pruned: bool  # the kernel's transforms are matrix products
-    groups: int  # per chunk
-    outer_chunk: int
-    inner_chunk: int  # less than inner only for elementwise backward data, whose sum over inner channels is a loop
-    images: int  # per chunk, and so tile rows and columns
-    tile_rows: int
-    tile_cols: int
-    piece_bytes: int
-    complex_bytes: int
-
-    @property
-    def units(self) -> int:
-        """Transforms per channel in a chunk."""
-        return self.images * self.tile_rows * self.tile_cols
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return (self.rows.length, self.cols.length)
-
-    @property
-    def piece(self) -> int:
-        """Transforms per piece."""
-        return max(1, self.piece_bytes // (self.bins * self.complex_bytes))
-
-
-def _axes(p: ConvProblem, tile: int | None) -> tuple[_Axis, _Axis]:
-    extent_h, extent_w = p.kernel_extent
-    rows = _axis(p.direction, p.H, p.P, extent_h, (p.pad_top, p.pad_bottom), tile, False)
-    return rows, _axis(p.direction, p.W, p.Q, extent_w, (p.pad_left, p.pad_right), tile, True)
-
-
-@functools.lru_cache(maxsize=1024)
-def _plan(p: ConvProblem, tile: int | None) -> _Plan:
-    rows, cols = _axes(p, tile)
-    bins = rows.length * (cols.length // 2 + 1)
-    complex_bytes = 16 if p.dtype == "float64" else 8
-    plane = bins * complex_bytes
-    inner, outer = p.C // p.groups, p.K // p.groups
-    elementwise = inner == 1
-    pruned = not elementwise and max(p.R, p.S) <= _MAX_PRUNED_TAPS
-    if p.direction == Direction.BACKWARD_DATA:
-        inner, outer = outer, inner
-    cpu = p.device == "cpu"
-    piece_bytes = _CPU_PIECE_BYTES if cpu else _GPU_PIECE_BYTES
-    # Products of spectra do nothing but move memory: small chunks keep the whole pipeline in cache.
-    target = 2 * piece_bytes if elementwise else _SPECTRUM_BYTES
-    per_group = max(inner * outer, inner + outer) * plane
-    groups = max(1, min(p.groups, target // per_group))
-    outer_chunk = outer
-    if inner * outer * plane > target:
-        # The streamed operand's spectrum is held while outer channels pass by, or (backward weight) the other way.
-        if not elementwise:
-            target = _HELD_SPECTRUM_BYTES
-        held = target if p.direction == Direction.BACKWARD_WEIGHT else max(target // 4, 2**21)
-        outer_chunk = max(1, min(outer, held // (inner * plane)))
-    inner_chunk = inner
-    if elementwise and p.direction == Direction.BACKWARD_DATA:
-        inner_chunk = max(1, min(inner, target // plane))
-    per_unit = groups * (inner_chunk + outer_chunk) * plane
-    units = max(1, target // per_unit)
-    if units >= rows.tiles * cols.tiles:
-        images, tile_rows, tile_cols = max(1, min(p.N, units // (rows.tiles * cols.tiles))), rows.tiles, cols.tiles
-    else:
-        images, tile_rows, tile_cols = 1, max(1, units // cols.tiles), min(units, cols.tiles)
-    return _Plan(
-        rows, cols, bins, inner, outer, elementwise, pruned, groups, outer_chunk, inner_chunk, images, tile_rows,
-        tile_cols, piece_bytes, complex_bytes,
-    )  # fmt: skip
-
-
-@functools.lru_cache(maxsize=1024)
-def tile_side(problem: ConvProblem) -> int:
-    """The tile side with the least estimated time. Nanoseconds per element of one spectrum, measured on one core:
-    4 for a transform and its transposition, 0.2 for a multiplication in a matrix product, 1 outside of one."""
-    p = problem
-    best, best_ns = TILES[-1], float("inf")
-    for tile in TILES:
-        if tile < max(p.kernel_extent):
-            continue
-        rows, cols = _axes(p, tile)
-        units = p.N * rows.tiles * cols.tiles
-        weights = p.K * (p.C // p.groups)
-        product_ns = 1.0 if p.groups == p.C else 0.2
-        total_ns = rows.length * cols.length * (weights * (4 + units * product_ns) + (p.C + p.K) * units * 4)
-        if total_ns < best_ns:
-            best, best_ns = tile, total_ns
-    return best
 
 
 def _ranges(total: int, size: int) -> Iterator[slice]:
@@ -217,7 +56,7 @@ class _Engine:
     products, bins column by column, and (groups, channels per group, units, bins) for elementwise ones, row by row.
     """
 
-    def __init__(self, problem: ConvProblem, plan: _Plan) -> None:
+    def __init__(self, problem: ConvProblem, plan: Plan) -> None:
         self.problem, self.plan = problem, plan
         self.real = compute_dtype(problem)
         self.complex = torch.complex128 if self.real == torch.float64 else torch.complex64
@@ -461,7 +300,7 @@ class Fft(Algorithm):
         return None
 
     def workspace_bytes(self, problem: ConvProblem) -> int:
-        p, plan = problem, _plan(problem, self._tile(problem, None))
+        p, plan = problem, plan_of(problem, self._tile(problem, None))
         plane = plan.bins * plan.complex_bytes
         inner, outer = plan.groups * plan.inner_chunk, plan.groups * plan.outer_chunk
         kernels = inner * plan.outer_chunk
@@ -482,17 +321,17 @@ class Fft(Algorithm):
         return Grade.DIRECT if problem.element_bytes == 2 else Grade.CLOSE
 
     def forward(self, x: Tensor, weight: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
-        plan = _plan(problem, self._tile(problem, params))
+        plan = plan_of(problem, self._tile(problem, params))
         return _Engine(problem, plan).image_result(x, weight)
 
     def backward_data(self, grad_y: Tensor, weight: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
-        plan = _plan(problem, self._tile(problem, params))
+        plan = plan_of(problem, self._tile(problem, params))
         return _Engine(problem, plan).image_result(grad_y, weight)
 
     def backward_weight(self, x: Tensor, grad_y: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
         if problem.N == 0:
             return x.new_zeros(problem.weight_shape)
-        plan = _plan(problem, self._tile(problem, params))
+        plan = plan_of(problem, self._tile(problem, params))
         return _Engine(problem, plan).weight_result(x, grad_y)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import io
 import re
 from collections.abc import Iterable, Sequence
@@ -103,12 +104,14 @@ def _whole_bytes(file: BinaryIO) -> int:
 
 
 def read_rows(path: str | Path) -> list[Row]:
-    """All complete rows of a file, in order. An unfinished last line is left out.
+    """All complete rows of a file (`.gz`: compressed), in order. An unfinished last line is left out.
 
     Raises:
         ValueError: where the header is not ours, or a row has an unknown status or a field that is not a number.
     """
     text = Path(path).read_bytes()
+    if Path(path).suffix == ".gz":
+        text = gzip.decompress(text)
     lines = text[: text.rfind(b"\n") + 1].decode().splitlines()
     reader = csv.reader(lines)
     header = tuple(next(reader, ()))

@@ -1,0 +1,171 @@
+"""How a convolution by FFT is cut up: transform lengths, tiles, and the chunks that keep its memory bounded.
+
+`workspace_bytes` and the loops of `fft.py` share the plan, so that the bound speaks of what is really done.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+from convselect.problem import ConvProblem, Direction
+
+TILES = (32, 64, 128, 256, 512)
+"""Tile sides to pick from."""
+MAX_TILED_EXTENT = TILES[-1] // 2
+"""Kernels wider than half the largest tile would recompute more than they keep."""
+
+# Above 32 MiB glibc gives every allocation fresh pages from the kernel, which costs more than the transforms do.
+SPECTRUM_BYTES = 24 * 2**20
+# Where the weight's spectrum is too large to keep, the image's is kept instead: fewer passes over the weight.
+HELD_SPECTRUM_BYTES = 80 * 2**20
+# Kernels of few taps are transformed by two matrix products, which skip the zeros they would be padded with and leave
+# the spectrum in the order that the products per frequency want: half the time of a transform and a transposition.
+MAX_PRUNED_TAPS = 32
+CPU_PIECE_BYTES, GPU_PIECE_BYTES = 2**20, 32 * 2**20  # an L2 cache; enough for a full launch
+
+
+@functools.lru_cache(maxsize=4096)
+def fast_length(n: int, even: bool = False) -> int:
+    """The smallest length >= n with no prime factor above 7 (and even, where asked)."""
+    while True:
+        rest = n
+        for prime in (2, 3, 5, 7):
+            while rest % prime == 0:
+                rest //= prime
+        if rest == 1 and not (even and n % 2):
+            return n
+        n += 1
+
+
+class Axis(NamedTuple):
+    """How one axis is cut: `tiles` transforms of `length`, each yielding `step` results starting at its `skip`-th;
+    the streamed operand starts `lead` elements into the first tile (negative: that many are cut off)."""
+
+    length: int
+    step: int
+    tiles: int
+    lead: int
+    skip: int
+
+    @property
+    def span(self) -> int:
+        """Elements that all tiles cover together."""
+        return (self.tiles - 1) * self.step + self.length
+
+
+def _axis(
+    direction: Direction, size: int, out: int, extent: int, pads: tuple[int, int], tile: int | None, even: bool
+) -> Axis:
+    before, after = pads
+    whole = fast_length(max(size + max(before, after), out, extent), even)
+    backward_data = direction == Direction.BACKWARD_DATA
+    if tile is None or tile >= whole:
+        return Axis(whole, size, 1, 0, before) if backward_data else Axis(whole, out, 1, before, 0)
+    step = tile - extent + 1
+    if backward_data:
+        # grad_x[h] sums grad_y[h + before - r]: a tile of results needs extent - 1 elements in front of it.
+        return Axis(tile, step, -(-size // step), extent - 1 - before, extent - 1)
+    return Axis(tile, step, -(-out // step), before, 0)
+
+
+class Plan(NamedTuple):
+    """Everything about the execution that follows from the problem; `workspace_bytes` and the loops share it.
+
+    `inner` and `outer` are channels per group of the operand that is streamed and of what it becomes (forward and
+    backward weight: C/G and K/G; backward data: K/G and C/G).
+    """
+
+    rows: Axis
+    cols: Axis
+    bins: int
+    inner: int
+    outer: int
+    elementwise: bool  # one input channel per group: products of spectra, no matrix products
+    pruned: bool  # the kernel's transforms are matrix products
+    groups: int  # per chunk
+    outer_chunk: int
+    inner_chunk: int  # less than inner only for elementwise backward data, whose sum over inner channels is a loop
+    images: int  # per chunk, and so tile rows and columns
+    tile_rows: int
+    tile_cols: int
+    piece_bytes: int
+    complex_bytes: int
+
+    @property
+    def units(self) -> int:
+        """Transforms per channel in a chunk."""
+        return self.images * self.tile_rows * self.tile_cols
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return (self.rows.length, self.cols.length)
+
+    @property
+    def piece(self) -> int:
+        """Transforms per piece."""
+        return max(1, self.piece_bytes // (self.bins * self.complex_bytes))
+
+
+def _axes(p: ConvProblem, tile: int | None) -> tuple[Axis, Axis]:
+    extent_h, extent_w = p.kernel_extent
+    rows = _axis(p.direction, p.H, p.P, extent_h, (p.pad_top, p.pad_bottom), tile, False)
+    return rows, _axis(p.direction, p.W, p.Q, extent_w, (p.pad_left, p.pad_right), tile, True)
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_of(p: ConvProblem, tile: int | None) -> Plan:
+    rows, cols = _axes(p, tile)
+    bins = rows.length * (cols.length // 2 + 1)
+    complex_bytes = 16 if p.dtype == "float64" else 8
+    plane = bins * complex_bytes
+    inner, outer = p.C // p.groups, p.K // p.groups
+    elementwise = inner == 1
+    pruned = not elementwise and max(p.R, p.S) <= MAX_PRUNED_TAPS
+    if p.direction == Direction.BACKWARD_DATA:
+        inner, outer = outer, inner
+    cpu = p.device == "cpu"
+    piece_bytes = CPU_PIECE_BYTES if cpu else GPU_PIECE_BYTES
+    # Products of spectra do nothing but move memory: small chunks keep the whole pipeline in cache.
+    target = 2 * piece_bytes if elementwise else SPECTRUM_BYTES
+    per_group = max(inner * outer, inner + outer) * plane
+    groups = max(1, min(p.groups, target // per_group))
+    outer_chunk = outer
+    if inner * outer * plane > target:
+        # The streamed operand's spectrum is held while outer channels pass by, or (backward weight) the other way.
+        if not elementwise:
+            target = HELD_SPECTRUM_BYTES
+        held = target if p.direction == Direction.BACKWARD_WEIGHT else max(target // 4, 2**21)
+        outer_chunk = max(1, min(outer, held // (inner * plane)))
+    inner_chunk = inner
+    if elementwise and p.direction == Direction.BACKWARD_DATA:
+        inner_chunk = max(1, min(inner, target // plane))
+    per_unit = groups * (inner_chunk + outer_chunk) * plane
+    units = max(1, target // per_unit)
+    if units >= rows.tiles * cols.tiles:
+        images, tile_rows, tile_cols = max(1, min(p.N, units // (rows.tiles * cols.tiles))), rows.tiles, cols.tiles
+    else:
+        images, tile_rows, tile_cols = 1, max(1, units // cols.tiles), min(units, cols.tiles)
+    return Plan(
+        rows, cols, bins, inner, outer, elementwise, pruned, groups, outer_chunk, inner_chunk, images, tile_rows,
+        tile_cols, piece_bytes, complex_bytes,
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1024)
+def tile_side(problem: ConvProblem) -> int:
+    """The tile side with the least estimated time. Nanoseconds per element of one spectrum, measured on one core:
+    4 for a transform and its transposition, 0.2 for a multiplication in a matrix product, 1 outside of one."""
+    p = problem
+    best, best_ns = TILES[-1], float("inf")
+    for tile in TILES:
+        if tile < max(p.kernel_extent):
+            continue
+        rows, cols = _axes(p, tile)
+        units = p.N * rows.tiles * cols.tiles
+        weights = p.K * (p.C // p.groups)
+        product_ns = 1.0 if p.groups == p.C else 0.2
+        total_ns = rows.length * cols.length * (weights * (4 + units * product_ns) + (p.C + p.K) * units * 4)
+        if total_ns < best_ns:
+            best, best_ns = tile, total_ns
+    return best

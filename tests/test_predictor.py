@@ -1,0 +1,97 @@
+"""The model in use: found, missing, damaged, of another version, unloaded."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+import convselect
+from convselect import _predictor, _warnings, dispatch
+from convselect.model.host import cpu_capability, family_of_host
+from convselect.problem import conv_problem
+
+X, W = torch.randn(1, 8, 12, 12), torch.randn(8, 8, 3, 3)
+SHIPPED = _predictor.ARTIFACTS / f"{family_of_host(cpu_capability())}.npz"
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch):
+    monkeypatch.setattr(_warnings, "_given", set())
+    _predictor.unload()
+    dispatch.clear()
+    yield
+    _predictor.unload()
+    dispatch.clear()
+
+
+def some_artifact():
+    return next(iter(sorted(_predictor.ARTIFACTS.glob("*.npz"))))
+
+
+@pytest.mark.parametrize("damage", ["missing", "empty", "truncated", "noise", "another format", "a directory"])
+def test_without_a_sound_artifact_there_is_one_warning_and_native_from_then_on(damage, tmp_path, monkeypatch):
+    path = tmp_path / "model.npz"
+    whole = some_artifact().read_bytes()
+    if damage == "empty":
+        path.write_bytes(b"")
+    elif damage == "truncated":
+        path.write_bytes(whole[: len(whole) // 2])
+    elif damage == "noise":
+        path.write_bytes(bytes(range(256)) * 100)
+    elif damage == "another format":
+        import json
+
+        import numpy as np
+
+        arrays = dict(np.load(some_artifact()))
+        card = json.loads(str(arrays.pop("card")))
+        card["format_version"] += 1
+        np.savez(path, card=json.dumps(card), **arrays)
+    elif damage == "a directory":
+        path.mkdir()
+    monkeypatch.setenv("CONVSELECT_ARTIFACT", str(path))
+    with pytest.warns(convselect.ConvselectWarning, match="native from now on") as caught:
+        for size in (8, 9, 10):
+            convselect.conv2d(torch.randn(1, 8, size, size), W, padding=1)
+    assert len(caught) == 1
+    assert {entry.choice.algorithm for entry in dispatch.choices.entries.values()} == {"native"}
+
+
+def test_the_shipped_artifacts_load_and_speak():
+    shipped = sorted(_predictor.ARTIFACTS.glob("*.npz"))
+    assert {p.stem for p in shipped} == {"cpu-x86-avx2", "cpu-x86-avx512"}
+    from convselect.kernels import ALL
+    from convselect.model.inference import Predictor
+
+    for path in shipped:
+        predictor = Predictor.load(path)
+        assert set(predictor.card.algorithm_names) == {a.name for a in ALL if a.automatic}
+        prediction = predictor.predict(conv_problem(1, 64, 56, 56, 64, 3, 3, padding=1))
+        assert prediction is not None
+        assert path.stat().st_size < 200_000
+        assert path.with_suffix(".json").exists()
+
+
+def test_unload_releases_the_weights_and_a_new_problem_loads_them_again(monkeypatch):
+    monkeypatch.setenv("CONVSELECT_ARTIFACT", str(some_artifact()))
+    convselect.conv2d(X, W, padding=1)
+    alive = weakref.ref(_predictor.get())
+    assert alive() is not None
+    before = dict(dispatch.choices.entries)
+    convselect.unload()
+    gc.collect()
+    assert alive() is None
+    convselect.conv2d(X, W, padding=1)  # remembered: nothing is loaded for it
+    assert _predictor._loaded is None
+    assert dispatch.choices.entries == before
+    convselect.conv2d(torch.randn(1, 8, 13, 13), W, padding=1)
+    assert _predictor._loaded is not None
+
+
+def test_a_forced_policy_loads_nothing(monkeypatch):
+    monkeypatch.setattr(_predictor, "_load", lambda: pytest.fail("the model was loaded"))
+    convselect.conv2d(X, W, padding=1, policy="im2col_gemm")
+    convselect.conv2d(X, W, padding=1, policy="native")
