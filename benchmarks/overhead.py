@@ -41,6 +41,25 @@ def cached_call(*, grad: bool) -> dict[str, timing.Timing]:
         )
 
 
+def plan_cost() -> dict[str, timing.Timing]:
+    """The same convolution and its training step, natively and through a plan that runs the very same native calls."""
+    plain, planned = nn.Conv2d(1, 1, 3, padding=1), nn.Conv2d(1, 1, 3, padding=1)
+    convselect.convert(planned, policy="native_contiguous")
+    x = torch.randn(1, 1, 8, 8)
+    leaf = torch.randn(1, 1, 8, 8, requires_grad=True)
+
+    def without_grad(layer):
+        with torch.no_grad():
+            return layer(x)
+
+    calls = {}
+    for name, layer in (("native", plain), ("plan", planned)):
+        calls[f"forward, no grad, {name}"] = repeated(lambda layer=layer: without_grad(layer))
+        calls[f"forward, grad, {name}"] = repeated(lambda layer=layer: layer(leaf))
+        calls[f"forward and backward, {name}"] = repeated(lambda layer=layer: layer(leaf).sum().backward())
+    return timing.interleaved(calls, rounds=100, seed=0)
+
+
 def problems(count: int) -> list[ConvProblem]:
     """Different problems of the kind networks have."""
     return [
@@ -86,6 +105,8 @@ def main() -> None:
             f"SelectedConv2d {ours.median_us / CALLS:.2f} us, difference {extra[len(extra) // 2]:.2f} us "
             f"(p20 {extra[len(extra) // 5]:.2f}, p80 {extra[len(extra) * 4 // 5]:.2f})"
         )
+    for name, t in plan_cost().items():
+        print(f"{name}: {t.median_us / CALLS:.1f} us")
     for name, t in choices().items():
         print(f"{name}: {t.median_us:.1f} us (p20 {t.p20_us:.1f}, p80 {t.p80_us:.1f})")
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from convselect import _predictor
 from convselect import settings as _settings
@@ -368,7 +369,7 @@ class Plan(Entry):
             bias = None if bias is None else _cast(bias, self.cast)
         if self.unbatched:
             x = x.unsqueeze(0)
-        if self.needs_grad or in_functorch() or torch.autograd.forward_ad._current_level >= 0:
+        if self.needs_grad or in_functorch() or forward_ad._current_level >= 0:
             y: Tensor = Conv2dFunction.apply(x, weight, bias, self)
         else:
             y = self.forward(x, weight, bias)
@@ -383,7 +384,7 @@ class Plan(Entry):
         if choice is None:
             choice = self.choice = _choice(self.problem, self.settings)
         y = _execute(choice, x, weight, self.problem, self.strides.y)
-        return y if bias is None else y.add_(bias.detach().view(1, -1, 1, 1))
+        return y if bias is None else y.add_(bias.view(-1, 1, 1))
 
     def backward(
         self, grad_y: Tensor, x: Tensor | None, weight: Tensor | None, needed: tuple[bool, bool]
@@ -443,13 +444,17 @@ class Plan(Entry):
 # ---- execution --------------------------------------------------------------------------------------------------
 
 
+_dispatch_keys: Any = torch._C._dispatch_keys
 _LEGACY_BATCHED = torch._C._dispatch_key_parse("Batched")
 
 
 def _is_legacy_batched(*tensors: Tensor | None) -> bool:
     """Whether autograd's own vmap is at work (`is_grads_batched`, `jacobian(vectorize=True)`): its tensors cannot be
     unwrapped, and only aten's operators loop over them."""
-    return any(t is not None and torch._C._dispatch_keys(t).has(_LEGACY_BATCHED) for t in tensors)
+    for t in tensors:  # noqa: SIM110  a generator would cost more than what it asks
+        if t is not None and _dispatch_keys(t).has(_LEGACY_BATCHED):
+            return True
+    return False
 
 
 def _without_autocast(function: Any, *arguments: Any) -> Any:

@@ -86,11 +86,11 @@ def made(shape, how, dtype, generator):
 
 def native_may_crash(p):
     """Where PyTorch 2.13 itself reads or writes out of bounds: strided 1x1 kernels in channels_last, and strided 16-bit
-    convolutions with an output or a kernel tap that meets nothing but padding."""
+    convolutions with an output or a kernel tap that meets nothing but padding, or pixels that no tap meets."""
 
     def blind(size, taps, outputs, stride, padding, dilation):
         hits = [[0 <= q * stride - padding + s * dilation < size for s in range(taps)] for q in range(outputs)]
-        return not all(map(any, hits)) or not all(map(any, zip(*hits, strict=True)))
+        return not all(map(any, hits)) or not all(map(any, zip(*hits, strict=True))) or stride > taps
 
     rows = (p.H, p.R, p.P, p.stride_h, p.pad_top, p.dil_h)
     columns = (p.W, p.S, p.Q, p.stride_w, p.pad_left, p.dil_w)

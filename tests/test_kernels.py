@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from tolerances import tolerance
 
 from convselect.kernels import ALL, Grade
 from convselect.kernels._contract import Algorithm
+from convselect.kernels._native_ops import unsound_in_16_bit
 from convselect.kernels.native import Native
 from convselect.kernels.reference import Reference
 from convselect.problem import ConvProblem, Direction, conv_problem, layout_of
@@ -214,8 +216,8 @@ def test_spreads_nonfinite_is_declared(algorithm):
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_strided_1x1_weight_gradient_does_not_overrun(layout):
-    """oneDNN corrupts the heap here in channels_last; glibc's checking allocator notices. Every algorithm and the layer
-    with a native plan, must step around it."""
+    """oneDNN corrupts the heap here in channels_last; glibc's checking allocator notices. Every algorithm must step
+    around it, and so must a layer with a native plan."""
     code = f"""
 import torch, convselect
 from convselect.kernels import ALL
@@ -238,6 +240,38 @@ print("intact")
     if "cannot be preloaded" in out.stderr:
         pytest.skip("this C library has no checking allocator")
     assert out.stdout.strip() == "intact", out.stderr[-500:]
+
+
+def test_what_is_unsound_in_16_bit():
+    """Against a count of taps: every problem with a tap or a window in padding alone is found, usual layers are not."""
+    for size, taps, stride, dilation, before, after in itertools.product(
+        range(1, 7), range(1, 5), range(2, 4), range(1, 4), range(4), range(4)
+    ):
+        p = conv_problem(
+            1,
+            2,
+            size,
+            9,
+            2,
+            taps,
+            1,
+            stride=(stride, 1),
+            dilation=(dilation, 1),
+            padding=(before, after, 0, 0),
+            dtype="bfloat16",
+        )
+        if p.P < 1 or not before + after:
+            continue
+        inside = [[0 <= o * stride - before + t * dilation < size for t in range(taps)] for o in range(p.P)]
+        only_padding = not all(map(any, inside)) or not all(map(any, zip(*inside, strict=True)))
+        assert unsound_in_16_bit(p) or not only_padding, p
+    for usual in (
+        conv_problem(1, 64, 56, 56, 64, 3, 3, stride=2, padding=1, dtype="bfloat16"),
+        conv_problem(1, 3, 224, 224, 64, 7, 7, stride=2, padding=3, dtype="float16"),
+        conv_problem(1, 64, 7, 7, 64, 3, 3, padding=1, dtype="bfloat16"),
+    ):
+        assert not unsound_in_16_bit(usual)
+    assert not unsound_in_16_bit(conv_problem(1, 2, 1, 1, 2, 1, 3, stride=2, padding=(0, 2)))
 
 
 def test_arrangements_hold_the_values_they_should():

@@ -41,6 +41,34 @@ def overruns_in_channels_last(problem: ConvProblem) -> bool:
     return p.R == p.S == 1 and p.stride != (1, 1) and p.C // p.groups < 16 and p.device == "cpu"
 
 
+def unsound_in_16_bit(problem: ConvProblem) -> bool:
+    """Strided 16-bit convolutions on CPUs in which a kernel tap, or a whole window, meets nothing but padding. oneDNN 3.12
+    gives garbage gradients there or crashes, differently in the two layouts: what is right in one may be wrong in the
+    other, so nobody may be moved from one to the other."""
+    p = problem
+    if p.element_bytes > 2 or p.stride == (1, 1) or not any(p.padding) or p.device != "cpu":
+        return False
+    axes = (
+        (p.H, p.P, p.R, p.stride_h, p.dil_h, p.pad_top, p.pad_bottom),
+        (p.W, p.Q, p.S, p.stride_w, p.dil_w, p.pad_left, p.pad_right),
+    )
+    return any(_axis_meets_only_padding(*axis) for axis in axes)
+
+
+def _axis_meets_only_padding(
+    size: int, out: int, taps: int, stride: int, dilation: int, before: int, after: int
+) -> bool:
+    # The first or the last window lies outside, or one may step over the image between two taps.
+    if max(before, after) > dilation * (taps - 1) or size < dilation:
+        return True
+    for tap in range(taps):
+        offset = tap * dilation - before
+        first = max(0, -(offset // stride))  # the first output whose tap is not in front of the image
+        if first >= out or first * stride + offset >= size:
+            return True
+    return False
+
+
 def _plainly_contiguous(t: Tensor) -> Tensor:
     """Contiguous, and with strides that say so: one channel fits both layouts, and aten goes by the strides."""
     return t.contiguous().as_strided(t.shape, canonical_strides(tuple(t.shape), CONTIGUOUS))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from convselect.kernels._contract import Algorithm, Grade, Params
 from convselect.kernels._native_ops import (
+    unsound_in_16_bit,
     native_backward_data,
     native_backward_weight,
     native_forward,
@@ -30,6 +31,8 @@ class NativeLayout(Algorithm):
         self._format = _MEMORY_FORMATS[layout]
 
     def why_not(self, problem: ConvProblem) -> str | None:
+        if unsound_in_16_bit(problem):
+            return "oneDNN's strided 16-bit kernels are unsound where a kernel tap or an output meets only padding"
         return None
 
     def same_as_native(self, problem: ConvProblem) -> str | None:

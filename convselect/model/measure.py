@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import csv
 import json
+import math
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -64,6 +65,27 @@ def read_layers(path: str | Path) -> list[tuple[str, ConvProblem]]:
             )
             if problem.P > 0 and problem.Q > 0:
                 layers.append((line["model"] if "model" in line else line["source"], problem))
+    return layers
+
+
+def random_layers(count: int, seed: int = 0) -> list[tuple[str, ConvProblem]]:
+    """`count` layers of log-uniform sizes, most of them tiny: networks have few of those, and the cost of a call, not
+    of its arithmetic, decides there. Their names make ten families: they are no relatives, and splits may part them."""
+    rng = np.random.default_rng(seed)
+
+    def size(low: int, high: int) -> int:
+        return int(round(math.exp(rng.uniform(math.log(low), math.log(high)))))
+
+    layers: list[tuple[str, ConvProblem]] = []
+    while len(layers) < count:
+        R = int(rng.choice([1, 1, 3, 3, 3, 5, 7]))
+        C, K = size(1, 64), size(1, 64)
+        groups = C if rng.random() < 0.15 else 1
+        problem = conv_problem(
+            1, C, size(R, 64), size(R, 64), C if groups > 1 else K, R, R,
+            stride=int(rng.choice([1, 1, 1, 2])), padding=R // 2, groups=groups,
+        )  # fmt: skip
+        layers.append((f"loguniform{'abcdefghij'[len(layers) % 10]}", problem))
     return layers
 
 
@@ -339,7 +361,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     from tqdm import tqdm  # type: ignore[import-untyped]  # optional, for this command only
 
     parser = argparse.ArgumentParser(prog="convselect.model.measure", description="Measure the pool on real layers.")
-    parser.add_argument("--problems", required=True, help="CSV file of layers: model, N, C, H, W, K, R, ...")
+    parser.add_argument("--problems", help="CSV file of layers: model, N, C, H, W, K, R, ...")
+    parser.add_argument("--random", type=int, default=0, help="so many small random layers besides, or instead")
     parser.add_argument("--out", required=True, help="CSV file of times; appended to, problems in it are skipped")
     parser.add_argument("--minutes", type=float, help="stop after this long")
     parser.add_argument("--threads", type=int, default=1)
@@ -347,7 +370,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16", "float16"], choices=list(ERROR_BOUNDS))
     options = parser.parse_args(argv)
-    layers = read_layers(options.problems)
+    layers = read_layers(options.problems) if options.problems else []
+    layers += random_layers(options.random, options.seed)
+    if not layers:
+        parser.error("--problems or --random is needed")
     drawn = draw(
         layers,
         options.count,
@@ -356,7 +382,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         dtypes=options.dtypes,
         flags=host.host_flags(),
     )
-    description = {"problems": Path(options.problems).name, "threads": options.threads, "seed": options.seed}
+    source = Path(options.problems).name if options.problems else "random"
+    description = {"problems": source, "random": options.random, "threads": options.threads, "seed": options.seed}
     with tqdm(total=options.count, unit="problem", dynamic_ncols=True) as bar:
 
         def show(problem: ConvProblem, _: bool) -> None:

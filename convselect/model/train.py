@@ -32,7 +32,7 @@ from convselect.model import reformer
 from convselect.model.dataset import Table, family_of, folds, kernel_class, ratio_target, read_rows
 from convselect.model.inference import Card, Predictor, artifact_path, save
 from convselect.model.measure import environment_path, threads
-from convselect.problem import ConvProblem
+from convselect.problem import ConvProblem, Direction
 
 MARGINS = (0.0, 0.02, 0.05, 0.08, 0.12, 0.16, 0.2, 0.25, 0.3)
 """Candidates for the predicted ln(t_native / t) up to which native is kept."""
@@ -42,6 +42,10 @@ SLOWER = 1.02
 """A problem counts as slower than native from here on: differences below are noise."""
 MIN_PROBLEMS_PER_DTYPE = 30
 """An element type with fewer measured problems is declined at run time."""
+
+PLAN_COST_US = {Direction.FORWARD: 20.0, Direction.BACKWARD_DATA: 30.0, Direction.BACKWARD_WEIGHT: 30.0}
+"""What running through a plan costs beyond the algorithm itself: `python -m benchmarks.overhead` prints it. It is what
+decides on tiny problems."""
 
 Floats = npt.NDArray[np.float64]
 
@@ -211,7 +215,11 @@ def read_measured(paths: Sequence[str | Path]) -> tuple[Table, dict[str, Any]]:
     for path, machine in zip(paths, machines, strict=True):
         if machine != machines[0]:
             raise ValueError(f"{path} was measured on {machine}, {paths[0]} on {machines[0]}")
-    return Table.from_rows(row for path in paths for row in read_rows(path)), machines[0]
+    table = Table.from_rows(row for path in paths for row in read_rows(path))
+    # `measure` times algorithms bare. Native needs no plan; every other column pays for its own.
+    costs_us = np.array([PLAN_COST_US[problem.direction] for problem in table.problems])
+    table.times_us[:, 1:] += costs_us[:, None]
+    return table, machines[0]
 
 
 def train(
