@@ -12,8 +12,6 @@ from convselect._warnings import warn_once
 if TYPE_CHECKING:
     from convselect.model.inference import Predictor
 
-ARTIFACTS = Path(__file__).parent / "model" / "artifacts"
-
 _lock = threading.Lock()
 _loaded: Predictor | None = None
 _failed = False
@@ -29,9 +27,10 @@ def get() -> Predictor | None:
 def path_for_host() -> Path:
     """Where this machine's artifact lies: `CONVSELECT_ARTIFACT`, else the shipped one of the machine's family."""
     from convselect.model.host import cpu_capability, family_of_host
+    from convselect.model.inference import artifact_path
 
     override = os.environ.get("CONVSELECT_ARTIFACT")
-    return Path(override) if override else ARTIFACTS / f"{family_of_host(cpu_capability())}.npz"
+    return Path(override) if override else artifact_path(family_of_host(cpu_capability()))
 
 
 def _load() -> Predictor | None:

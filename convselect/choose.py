@@ -35,17 +35,17 @@ class Choice:
 
 
 class Prediction(Protocol):
-    """What a predictor says about one problem. `ranked` has every name it knows, best first."""
+    """What a predictor says about one problem. `ranked` has every name it knows, best first; native is kept unless the
+    predicted ln(t_native / t) is above `margin`."""
 
     ranked: Sequence[str]
+    margin: float
 
     def log_gain(self, name: str) -> float: ...
     def probability(self, name: str) -> float: ...
 
 
 class Predictor(Protocol):
-    margin: float
-
     def predict(self, problem: ConvProblem) -> Prediction | None: ...
 
 
@@ -93,7 +93,7 @@ def choose(
 
     Masking comes after ranking: the model ranks all names it knows; those that are unknown here, do not apply or are
     over a budget are dropped; the first that is left is taken if its predicted gain over native exceeds the
-    predictor's margin.
+    prediction's margin.
 
     Args:
         algorithms: name -> algorithm; must hold "native".
@@ -119,7 +119,7 @@ def choose(
         if algorithm is None:
             continue
         log_gain = prediction.log_gain(name)
-        if log_gain <= predictor.margin:
+        if log_gain <= prediction.margin:
             break  # ranked: nothing after this gains more
         if refusal(algorithm, problem, settings) is None:
             return Choice(name, "model", None, math.exp(log_gain), prediction.probability(name))

@@ -30,7 +30,7 @@ from convselect._architectures import ARCHITECTURES, calibrate_batch_norm, he_in
 from convselect._demo_report import ChoiceGroup, Errors, ModelResult, Speed
 from convselect.timing import MALLOC_VARIABLES, Deadline, environment, interleaved, ratio
 
-DEFAULT_MODELS = ("resnet18", "vgg16", "unet")
+DEFAULT_MODELS = ("resnet18", "vgg16", "unet", "replknet_small")
 QUICK_SHAPE = (2, 3, 64, 64)
 MAX_ROUNDS = 200
 

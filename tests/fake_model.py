@@ -9,6 +9,8 @@ from convselect.kernels import ALL
 
 
 class FakePrediction:
+    margin = 0.08
+
     def __init__(self, ranked: list[str], gain: float) -> None:
         self.ranked = ranked
         self._gain = gain
@@ -22,8 +24,6 @@ class FakePrediction:
 
 class FakePredictor:
     """Ranks `favourites` first, native after them, the rest last."""
-
-    margin = 0.08
 
     def __init__(self, *favourites: str, gain: float = 2.0) -> None:
         rest = [a.name for a in ALL if a.name not in favourites and a.name != "native"]

@@ -23,8 +23,6 @@ def test_without_anything_to_go_by_it_is_native():
     assert choose(CONV3, BY_NAME, AUTO) == Choice("native", "fallback")
 
     class Silent:
-        margin = 0.0
-
         def predict(self, problem):
             return None
 

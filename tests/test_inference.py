@@ -100,6 +100,19 @@ def test_predict_uses_the_features_of_the_problem(artifact: Path):
     assert predictor.margin == 0.05
 
 
+def test_unmeasured_thread_counts_have_to_promise_more(artifact: Path):
+    predictor = Predictor.load(artifact)
+    most = max(predictor.card.threads)
+    margins = [predictor.predict(PROBLEM._replace(threads=most * factor)).margin for factor in (1, 2, 8)]
+    assert margins[0] == predictor.margin
+    assert margins[1] - margins[0] == pytest.approx(math.log(1.5))
+    assert margins[2] - margins[0] == pytest.approx(3 * math.log(1.5))
+
+
+def test_float32_computed_in_less_is_not_what_was_measured(artifact: Path):
+    assert Predictor.load(artifact).predict(PROBLEM._replace(tf32=True)) is None
+
+
 def test_eight_threads_get_the_same_answers(artifact: Path):
     predictor = Predictor.load(artifact)
     problems = [PROBLEM._replace(C=8 * c, H=h) for c in range(1, 11) for h in range(7, 27)]

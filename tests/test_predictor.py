@@ -10,11 +10,10 @@ import torch
 
 import convselect
 from convselect import _predictor, _warnings, dispatch
-from convselect.model.host import cpu_capability, family_of_host
+from convselect.model.inference import ARTIFACTS
 from convselect.problem import conv_problem
 
 X, W = torch.randn(1, 8, 12, 12), torch.randn(8, 8, 3, 3)
-SHIPPED = _predictor.ARTIFACTS / f"{family_of_host(cpu_capability())}.npz"
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +27,7 @@ def _fresh(monkeypatch):
 
 
 def some_artifact():
-    return next(iter(sorted(_predictor.ARTIFACTS.glob("*.npz"))))
+    return next(iter(sorted(ARTIFACTS.glob("*.npz"))))
 
 
 @pytest.mark.parametrize("damage", ["missing", "empty", "truncated", "noise", "another format", "a directory"])
@@ -61,7 +60,7 @@ def test_without_a_sound_artifact_there_is_one_warning_and_native_from_then_on(d
 
 
 def test_the_shipped_artifacts_load_and_speak():
-    shipped = sorted(_predictor.ARTIFACTS.glob("*.npz"))
+    shipped = sorted(ARTIFACTS.glob("*.npz"))
     assert {p.stem for p in shipped} == {"cpu-x86-avx2", "cpu-x86-avx512"}
     from convselect.kernels import ALL
     from convselect.model.inference import Predictor

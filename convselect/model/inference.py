@@ -30,6 +30,9 @@ ARTIFACTS = Path(__file__).parent / "artifacts"
 SIXTEEN_BIT_FLAGS = {"bfloat16": ("avx512_bf16", "amx_bf16"), "float16": ("avx512_fp16", "amx_fp16")}
 """Processor features that decide whether native computes in a 16-bit type or emulates it, 5 to 30 times slower."""
 
+LOG_GAIN_PER_UNSEEN_DOUBLING = math.log(1.5)
+"""Added to the margin for each doubling of threads beyond those measured."""
+
 Array = npt.NDArray[np.float32]
 _Program = tuple[tuple[Array, Array, Array, Array, Array], list[tuple[Array, Array, Array, Array]], Array]
 
@@ -109,11 +112,13 @@ class Prediction:
     Attributes:
         names, logits: the artifact's names and what it says of each.
         ranked: all names, fastest predicted first.
+        margin: predicted ln(t_native / t) up to which native should be kept.
     """
 
-    __slots__ = ("_alpha", "_by_name", "logits", "names", "ranked")
+    __slots__ = ("_alpha", "_by_name", "logits", "margin", "names", "ranked")
 
-    def __init__(self, names: tuple[str, ...], logits: Sequence[float], alpha: float) -> None:
+    def __init__(self, names: tuple[str, ...], logits: Sequence[float], alpha: float, margin: float = 0.0) -> None:
+        self.margin = margin
         self.names = names
         self.logits = tuple(logits)
         self._by_name = dict(zip(names, logits, strict=True))
@@ -189,14 +194,19 @@ class Predictor:
 
     def predict(self, problem: ConvProblem) -> Prediction | None:
         """The predicted ranking; None for what this artifact was not measured on (device kind, element type, 16-bit
-        support of the processor) and for problems with nothing to compute. Any thread count is accepted."""
-        if problem.device != self.card.device or problem.dtype not in self._covered:
+        support of the processor, float32 computed in less) and for problems with nothing to compute. Any thread count
+        is accepted."""
+        if problem.device != self.card.device or problem.dtype not in self._covered or problem.tf32:
             return None
         try:
             x = features(problem)
         except ValueError:
             return None
-        return Prediction(self.card.algorithm_names, self._run(x).tolist(), self.card.alpha)
+        # Native scales with threads; algorithms made of many small operations do not always. What was not measured has
+        # to promise half as much again for every doubling.
+        doublings = max(0.0, math.log2(problem.threads / max(self.card.threads)))
+        margin = self.margin + doublings * LOG_GAIN_PER_UNSEEN_DOUBLING
+        return Prediction(self.card.algorithm_names, self._run(x).tolist(), self.card.alpha, margin)
 
     def logits(self, x: Array) -> Array:
         """Logits (n_classes,) of a raw feature vector (n_features,), float32."""
