@@ -18,22 +18,13 @@ from convselect import _predictor
 from convselect import settings as _settings
 from convselect._aten_strides import ResultStrides, result_strides, with_strides
 from convselect._autograd import Conv2dFunction, in_functorch
+from convselect._calls import are_ints, autocast_dtype, bias_fits, cast_like_autocast, problem_of, valid, y_layout
 from convselect._lru import LRU, Entry
 from convselect._warnings import warn_once
 from convselect.choose import NATIVE, Choice, choose, forced
 from convselect.kernels import BY_NAME, Algorithm, NotApplicable
 from convselect.kernels._native_ops import native_backward, native_forward, overruns_in_channels_last
-from convselect.problem import (
-    CHANNELS_LAST,
-    CONTIGUOUS,
-    DTYPE_NAMES,
-    ConvProblem,
-    Direction,
-    canonical_strides,
-    layout_of,
-    padding_sides,
-    pair,
-)
+from convselect.problem import DTYPE_NAMES, ConvProblem, Direction, layout_of
 from convselect.settings import CACHE_ENTRIES, Settings
 
 # Looked up once: each of these is read on every call.
@@ -48,9 +39,6 @@ _conv2d: Any = torch.conv2d
 _current_settings = _settings.current
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
-_DEVICES = frozenset({"cpu", "cuda"})
-# What autocast casts: floating point except float64.
-_CAST_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 # A layout or two per direction is what happens; more means strides that never repeat.
 _BACKWARD_PLANS = 16
 
@@ -107,7 +95,7 @@ def conv2d(
         weight.shape, weight.stride(), weight.dtype, weight.requires_grad,
         None if bias is None else bias.requires_grad,
         stride, padding, dilation, groups,
-        _grad_enabled(), _any_autocast() and _autocast_dtype(x), _threads(), _deterministic(), _mkldnn_enabled(),
+        _grad_enabled(), _any_autocast() and autocast_dtype(x), _threads(), _deterministic(), _mkldnn_enabled(),
         _fp32_precision("mkldnn", "conv") if x.is_cpu else _cuda_flags(), settings,
     )  # fmt: skip
     plan: Any
@@ -139,11 +127,6 @@ def _not_ours(settings: Settings, what: str, *arguments: Any) -> Tensor:
     return _conv2d(*arguments)  # type: ignore[no-any-return]
 
 
-def _autocast_dtype(x: Tensor) -> torch.dtype | bool:
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else False
-
-
 def _cuda_flags() -> tuple[bool, ...]:
     cudnn = torch.backends.cudnn
     return (cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32)
@@ -172,11 +155,11 @@ def _make_plan(
         if isinstance(inner, Plan):
             inner.unbatched = True
         return inner
-    cast = _any_autocast() and _autocast_dtype(x)
+    cast = _any_autocast() and autocast_dtype(x)
     if cast:
-        x, weight = _cast(x, cast), _cast(weight, cast)
-    problem = _problem_of(x, weight, stride, padding, dilation, groups)
-    if problem is None or not _valid(problem, x, weight, bias, padding, cast=bool(cast)):
+        x, weight = cast_like_autocast(x, cast), cast_like_autocast(weight, cast)
+    problem = problem_of(x, weight, stride, padding, dilation, groups)
+    if problem is None or not valid(problem, x, weight, bias, padding, cast=bool(cast)):
         _refuse_dtype(settings, x)
         return None
     plan = Plan(problem, settings, result_strides(x, weight, problem))
@@ -193,7 +176,7 @@ def _make_plan(
         return _Native()
     # Forward is native; a Plan is worth its overhead only if a backward direction is expected not to be.
     directions = [d for d, t in ((Direction.BACKWARD_DATA, x), (Direction.BACKWARD_WEIGHT, weight)) if t.requires_grad]
-    layout = _y_layout(x, weight, problem)
+    layout = y_layout(x, weight, problem)
     for direction in directions:
         expected = problem.with_direction(direction)
         if direction == Direction.BACKWARD_DATA:
@@ -203,79 +186,9 @@ def _make_plan(
     return _Native()
 
 
-def _problem_of(x: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any, groups: int) -> ConvProblem | None:
-    """The forward problem, None where the arguments do not even have its form."""
-    if x.dim() != 4 or weight.dim() != 4 or x.dtype not in DTYPE_NAMES or x.device.type not in _DEVICES:
-        return None
-    try:
-        stride_h, stride_w = pair(stride)
-        dil_h, dil_w = pair(dilation)
-        K, _, R, S = weight.shape
-        if any(not isinstance(v, str | int) and len(v) > 2 for v in (stride, padding, dilation)):
-            return None
-        pads = padding_sides(padding, (R, S), (dil_h, dil_w))
-    except (TypeError, ValueError, IndexError):
-        return None
-    tf32 = _fp32_precision("mkldnn", "conv") not in ("none", "ieee") if x.is_cpu else torch.backends.cudnn.allow_tf32
-    N, C, H, W = x.shape
-    return ConvProblem(
-        Direction.FORWARD, N, C, H, W, K, R, S, stride_h, stride_w, *pads, dil_h, dil_w, groups,
-        DTYPE_NAMES[x.dtype], _layout(x), _layout(weight), x.device.type, _threads(), _deterministic(), tf32,
-    )  # fmt: skip
-
-
-def _layout(t: Tensor) -> str:
-    """As `layout_of`. Under vmap a tensor knows its strides but does not answer about channels_last."""
-    return layout_of(torch.empty_strided(t.shape, t.stride(), device="meta") if in_functorch() else t)
-
-
-def _valid(p: ConvProblem, x: Tensor, weight: Tensor, bias: Tensor | None, padding: Any, *, cast: bool) -> bool:
-    """Whether this is a convolution that aten accepts and that has something to compute. What it does not accept is
-    handed to it, so that the error is its own."""
-    numbers = (p.stride_h, p.stride_w, p.dil_h, p.dil_w, p.groups, *p.padding)
-    return (
-        all(isinstance(n, int) for n in numbers)
-        and min(p.stride_h, p.stride_w, p.dil_h, p.dil_w, p.groups) > 0
-        and min(p.padding) >= 0
-        and not (padding == "same" and (p.stride_h, p.stride_w) != (1, 1))
-        and x.numel() > 0
-        and weight.numel() > 0
-        and weight.shape[1] * p.groups == p.C
-        and p.K % p.groups == 0
-        and p.H + p.pad_top + p.pad_bottom >= p.kernel_extent[0]
-        and p.W + p.pad_left + p.pad_right >= p.kernel_extent[1]
-        and weight.dtype == x.dtype
-        and weight.device == x.device
-        and x.layout == weight.layout == torch.strided
-        and (bias is None or _bias_fits(bias, x, p.K, cast=cast))
-    )
-
-
-def _bias_fits(bias: Tensor, x: Tensor, K: int, *, cast: bool) -> bool:
-    return (
-        bias.shape == (K,)
-        and bias.device == x.device
-        and bias.layout == torch.strided
-        and (bias.dtype == x.dtype or (cast and {bias.dtype, x.dtype} <= _CAST_DTYPES))
-    )
-
-
-def _are_ints(*values: Any) -> bool:
-    return all(
-        type(v) is int or type(v) is str or (isinstance(v, tuple) and all(type(n) is int for n in v)) for v in values
-    )
-
-
 def _refuse_dtype(settings: Settings, x: Tensor) -> None:
     if x.dtype not in DTYPE_NAMES and settings.policy in BY_NAME and settings.policy != NATIVE:
         raise NotApplicable(f"{settings.policy} cannot do this convolution: it computes floats, not {x.dtype}")
-
-
-def _cast(t: Tensor, dtype: torch.dtype | bool) -> Tensor:
-    """Autocast's rule: floating point except float64 is cast."""
-    if isinstance(dtype, torch.dtype) and t.is_floating_point() and t.dtype != torch.float64:
-        return t.to(dtype)
-    return t
 
 
 def _choice(problem: ConvProblem, settings: Settings) -> Choice:
@@ -302,25 +215,18 @@ def problems_of(layer: torch.nn.Conv2d, x: Tensor) -> list[ConvProblem]:
         padding = (0, 0)
     if x.dim() == 3:
         x = x.unsqueeze(0)
-    cast = _any_autocast() and _autocast_dtype(x)
+    cast = _any_autocast() and autocast_dtype(x)
     if cast:
-        x, weight = _cast(x, cast), _cast(weight, cast)
-    problem = _problem_of(x, weight, layer.stride, padding, layer.dilation, layer.groups)
-    if problem is None or not _valid(problem, x, weight, bias, padding, cast=bool(cast)):
+        x, weight = cast_like_autocast(x, cast), cast_like_autocast(weight, cast)
+    problem = problem_of(x, weight, layer.stride, padding, layer.dilation, layer.groups)
+    if problem is None or not valid(problem, x, weight, bias, padding, cast=bool(cast)):
         return []
     problems = [problem]
     if _grad_enabled() and x.requires_grad:
-        problems.append(problem._replace(direction=Direction.BACKWARD_DATA, layout=_y_layout(x, weight, problem)))
+        problems.append(problem._replace(direction=Direction.BACKWARD_DATA, layout=y_layout(x, weight, problem)))
     if _grad_enabled() and weight.requires_grad:
         problems.append(problem.with_direction(Direction.BACKWARD_WEIGHT))
     return problems
-
-
-def _y_layout(x: Tensor, weight: Tensor, problem: ConvProblem) -> str:
-    """The layout y will have, and with it, as a rule, its gradient."""
-    N, K, P, Q = problem.y_shape
-    strides = result_strides(x, weight, problem).y
-    return CONTIGUOUS if strides == canonical_strides((N, K, P, Q), CONTIGUOUS) else CHANNELS_LAST
 
 
 class Plan(Entry):
@@ -359,14 +265,14 @@ class Plan(Entry):
             return _conv2d(x, weight, bias, stride, padding, dilation, groups)  # type: ignore[no-any-return]
         # The key does not tell 1 from 1.0 from True, nor one bias from another: what aten would refuse is aten's.
         if not (
-            (bias is None or _bias_fits(bias, x, self.problem.K, cast=self.cast is not None))
+            (bias is None or bias_fits(bias, x, self.problem.K, cast=self.cast is not None))
             and weight.device == x.device
-            and _are_ints(stride, padding, dilation, groups)
+            and are_ints(stride, padding, dilation, groups)
         ):
             return _conv2d(x, weight, bias, stride, padding, dilation, groups)  # type: ignore[no-any-return]
         if self.cast is not None:
-            x, weight = _cast(x, self.cast), _cast(weight, self.cast)
-            bias = None if bias is None else _cast(bias, self.cast)
+            x, weight = cast_like_autocast(x, self.cast), cast_like_autocast(weight, self.cast)
+            bias = None if bias is None else cast_like_autocast(bias, self.cast)
         if self.unbatched:
             x = x.unsqueeze(0)
         if self.needs_grad or in_functorch() or forward_ad._current_level >= 0:

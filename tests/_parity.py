@@ -14,7 +14,7 @@ from problems import relative_error
 from tolerances import FORWARD, NATIVE_16_BIT_FACTOR, WEIGHT_GRADIENT_FACTOR
 
 import convselect
-from convselect import _predictor, dispatch
+from convselect import _calls, _predictor
 from convselect.kernels import ALL, BY_NAME, Grade
 from convselect.problem import CHANNELS_LAST, CONTIGUOUS, DTYPE_NAMES, STRIDED, ConvProblem, Direction
 
@@ -59,7 +59,7 @@ def problem_of(x: torch.Tensor, weight: torch.Tensor, stride=1, padding=0, dilat
     """The forward problem that dispatch sees; None where it leaves the call to aten."""
     if x.dim() == 3:
         x = x.unsqueeze(0)
-    return dispatch._problem_of(x, weight, stride, padding, dilation, groups)
+    return _calls.problem_of(x, weight, stride, padding, dilation, groups)
 
 
 def refusals(name: str, problem: ConvProblem, direction: Direction) -> set[str]:

@@ -28,9 +28,11 @@ ALLOWED = {
     "_predictor": {"model", "_warnings"},
     "_aten_strides": {"_autograd", "kernels", "problem"},  # dispatch
     "_autograd": set(),  # dispatch
+    "_calls": {"_aten_strides", "_autograd", "problem"},  # dispatch
     "dispatch": {
         "_aten_strides",
         "_autograd",
+        "_calls",
         "_lru",
         "_predictor",
         "_warnings",

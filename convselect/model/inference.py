@@ -176,7 +176,9 @@ class Predictor:
             ArtifactError: where the file is missing, damaged, or made for another version.
         """
         try:
-            with np.load(io.BytesIO(source) if isinstance(source, bytes) else source, allow_pickle=False) as archive:
+            # Read first: numpy leaves a damaged file open.
+            data = source if isinstance(source, bytes) else Path(source).read_bytes()
+            with np.load(io.BytesIO(data), allow_pickle=False) as archive:
                 if "card" not in archive.files:
                     raise ArtifactError("this is not a convselect model file: it has no card")
                 text = str(archive["card"])
