@@ -159,8 +159,8 @@ def test_workspace_is_an_upper_bound(algorithm, direction):
 @every_direction
 @every_algorithm
 def test_error_grade_is_what_it_says(algorithm, direction):
-    """On problems large enough for rounding to show: DIRECT within twice native's own error, the others within the
-    bounds of their grade."""
+    """On problems large enough for rounding to show: DIRECT within twice native's own error or 1e-6, the others within
+    the bounds of their grade."""
     names = ("3x3", "3x3 many channels", "3x3 one large image", "1x1", "depthwise 7x7", "depthwise 31x31", "9x9")
     for name in names:
         p, operands = prepared(LARGER[name]._replace(direction=direction), "contiguous", "contiguous")
@@ -169,8 +169,9 @@ def test_error_grade_is_what_it_says(algorithm, direction):
         want = expected(LARGER[name]._replace(direction=direction), "contiguous", "contiguous")
         error = relative_error(algorithm.run(*operands, p), want)
         native = relative_error(Native().run(*operands, p), want)
-        # Below a few units in the last place native's error is luck of the order of summation.
-        bound = {Grade.DIRECT: max(2 * native, 5e-7), Grade.CLOSE: 1e-5, Grade.LOOSE: 2e-5}[algorithm.error_grade(p)]
+        # Below 1e-6 native's error is luck of the order of summation: under AVX2 a weight gradient of 1.8e-7 has 6.6e-7
+        # in native's other layout.
+        bound = {Grade.DIRECT: max(2 * native, 1e-6), Grade.CLOSE: 1e-5, Grade.LOOSE: 2e-5}[algorithm.error_grade(p)]
         assert error <= bound, f"{name}: {error:.2e} against native's {native:.2e}"
 
 

@@ -21,7 +21,7 @@ class Grade(enum.IntEnum):
     A precision budget admits every grade up to its own: "exact" DIRECT, "native" CLOSE, "fast" LOOSE.
     """
 
-    DIRECT = 0  # at most twice native's error
+    DIRECT = 0  # a direct sum in whatever order: at most twice native's error, or 1e-6 where that is less
     CLOSE = 1  # at most 1e-5
     LOOSE = 2  # at most 2e-5
 
