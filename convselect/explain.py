@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -13,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from convselect import _predictor, dispatch, settings
-from convselect.choose import NATIVE, Choice, refusal
-from convselect.kernels import ALL
+from convselect.choose import NATIVE, Choice, Prediction, refusal
+from convselect.kernels import ALL, BY_NAME
 from convselect.problem import ConvProblem
 from convselect.settings import Settings
 
@@ -26,8 +27,8 @@ class Row:
     Attributes:
         layer: the layer's name in the model, "" for a problem on its own.
         source: "forced", "memory", "store", "model" or "fallback".
-        probability, gain: the model's probability for the algorithm and predicted speed relative to native; None
-            where the model was not asked.
+        probability, gain: the model's probability for the algorithm, among those that apply, and predicted speed
+            relative to native; None where the model was not asked.
         why_not: for every other algorithm, one sentence.
     """
 
@@ -140,21 +141,27 @@ def _recording(target: nn.Module, record: Any) -> Iterator[None]:
 
 def _row(layer: str, problem: ConvProblem, used: Settings) -> Row:
     choice = dispatch.choice_for(problem, used)
+    predictor = _predictor.get() if used.policy == "auto" else None
+    prediction = predictor.predict(problem) if predictor is not None else None
+    probability = choice.probability
+    if probability is not None and prediction is not None:
+        # The model spreads its probability over every name it knows; what cannot run here does not share.
+        known = [name for name in prediction.ranked if name in BY_NAME]
+        applicable = [name for name in known if BY_NAME[name].why_not(problem) is None]
+        probability /= sum(prediction.probability(name) for name in applicable)
     return Row(
         layer,
         str(problem.direction),
         problem,
         choice.algorithm,
         choice.source,
-        choice.probability,
+        probability,
         choice.predicted_gain,
-        _reasons(problem, choice, used),
+        _reasons(problem, choice, used, prediction),
     )
 
 
-def _reasons(problem: ConvProblem, choice: Choice, used: Settings) -> dict[str, str]:
-    predictor = _predictor.get() if used.policy == "auto" else None
-    prediction = predictor.predict(problem) if predictor is not None else None
+def _reasons(problem: ConvProblem, choice: Choice, used: Settings, prediction: Prediction | None) -> dict[str, str]:
     reasons: dict[str, str] = {}
     for algorithm in ALL:
         name = algorithm.name
@@ -164,19 +171,19 @@ def _reasons(problem: ConvProblem, choice: Choice, used: Settings) -> dict[str, 
         if reason is None and choice.source == "forced":
             reason = f"{choice.algorithm} was asked for"
         if reason is None:
-            reason = _predicted_reason(name, choice, prediction, predictor)
+            reason = _predicted_reason(name, choice, prediction)
         reasons[name] = reason
     return reasons
 
 
-def _predicted_reason(name: str, choice: Choice, prediction: Any, predictor: Any) -> str:
+def _predicted_reason(name: str, choice: Choice, prediction: Prediction | None) -> str:
     if prediction is None:
         return "no model speaks for this problem, so native runs"
     if name not in prediction.ranked:
         return "the model was trained before this algorithm existed"
     if name == NATIVE:
         return f"{choice.algorithm} is predicted to be {_times(choice.predicted_gain)} as fast"
-    gain = torch.tensor(prediction.log_gain(name)).exp().item()
+    gain = math.exp(prediction.log_gain(name))
     chosen = choice.predicted_gain or 1.0
     if choice.algorithm == NATIVE and gain > 1:
         return f"predicted {_times(gain)} native's speed, under the margin for leaving native"

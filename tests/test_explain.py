@@ -77,6 +77,13 @@ def test_every_other_algorithm_has_a_reason(monkeypatch):
     assert "3.00x" in row.why_not["native"]
 
 
+def test_probability_is_shared_by_what_applies(monkeypatch):
+    use_fake(monkeypatch, "winograd4")
+    for problem in (CONV3, CONV3._replace(R=1, S=1, pad_top=0, pad_bottom=0, pad_left=0, pad_right=0)):
+        (row,) = convselect.explain_problem(problem)
+        assert row.probability == pytest.approx(1 / sum(a.why_not(problem) is None for a in ALL))
+
+
 def test_forced_and_refused():
     (row,) = convselect.explain_problem(CONV3, policy="im2col_gemm")
     assert (row.algorithm, row.source, row.probability) == ("im2col_gemm", "forced", None)
