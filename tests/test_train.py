@@ -357,7 +357,8 @@ def test_from_measured_files_to_an_artifact_that_predicts(tmp_path: Path):
     assert card.margin in train.MARGINS
     overall = card.figures["held_out"]["overall"]
     assert overall["problems"] == card.data["problems"]
-    assert sum(f["problems"] for f in card.figures["held_out"]["by_direction"].values()) == overall["problems"]
+    for title in ("by_direction", "by_source"):
+        assert sum(f["problems"] for f in card.figures["held_out"][title].values()) == overall["problems"]
     assert "overall" in train.report(card)
 
     path = tmp_path / "out" / "cpu-x86-avx2.npz"

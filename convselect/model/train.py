@@ -199,6 +199,8 @@ def cross_validate(table: Table, recipe: Recipe, n_folds: int = 5) -> tuple[Floa
         ("by_direction", [str(p.direction) for p in table.problems]),
         ("by_kernel_class", [kernel_class(p) for p in table.problems]),
         ("by_dtype", [p.dtype for p in table.problems]),
+        # Random layers have no relatives to be kept apart from, and are easier or harder than those of networks.
+        ("by_source", ["random" if family_of(m).startswith("loguniform") else "network" for m in table.models]),
     ):
         groups = {name: np.array([label == name for label in labels]) for name in sorted(set(labels))}
         figures[title] = {name: judge(choice[members], times[members]) for name, members in groups.items()}
@@ -301,7 +303,7 @@ def report(card: Card) -> str:
     held_out = card.figures["held_out"]
     lines = [f"{card.family}: {card.data['problems']} problems, {held_out['split']}, margin {card.margin:g}"]
     groups: list[tuple[str, Mapping[str, float]]] = [("overall", held_out["overall"])]
-    for title in ("by_direction", "by_kernel_class", "by_dtype"):
+    for title in ("by_source", "by_direction", "by_kernel_class", "by_dtype"):
         groups += held_out[title].items()
     lines.append(f"{'':>16} {'n':>5} {'of oracle: mean':>15} {'p10':>5} {'min':>5} {'speed-up':>8} {'oracle':>6} "
                  f"{'slower':>6} {'worst':>5} {'top-1':>5}")  # fmt: skip
