@@ -7,8 +7,9 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 READY := $(VENV)/.convselect-ready
+CSRC := setup.py $(wildcard convselect/kernels/csrc/*)
 
-.PHONY: demo test lint bench setup clean
+.PHONY: demo test lint bench setup install native clean
 
 demo: $(READY)
 	$(BIN)/convselect demo
@@ -26,11 +27,19 @@ bench: $(READY)
 
 setup: $(READY)
 
-$(READY): pyproject.toml
+# Edited C sources are only compiled; anything else installs anew.
+$(READY): pyproject.toml $(CSRC)
+	$(MAKE) $(if $(filter pyproject.toml,$?),install,native)
+	touch $(READY)
+
+install:
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(if $(TORCH),$(BIN)/python -m pip install --quiet "$(TORCH)")
 	$(BIN)/python -m pip install --quiet --editable '.[tools,test]'
-	touch $(READY)
+
+# The C library alone, in the environment that `make setup` made.
+native:
+	$(BIN)/python setup.py --quiet build_ext --inplace
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks convselect/kernels/*.so

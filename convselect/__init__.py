@@ -9,6 +9,7 @@ from convselect._warnings import ConvselectWarning
 from convselect.convert import ConversionReport, convert, revert
 from convselect.dispatch import clear
 from convselect.explain import Explanation, explain, explain_problem
+from convselect.freeze import FreezeReport, freeze, unfreeze
 from convselect.functional import conv2d
 from convselect.kernels import Grade, NotApplicable
 from convselect.layer import SelectedConv2d
@@ -23,6 +24,7 @@ __all__ = [
     "ConvselectWarning",
     "Direction",
     "Explanation",
+    "FreezeReport",
     "Grade",
     "NotApplicable",
     "SelectedConv2d",
@@ -33,8 +35,10 @@ __all__ = [
     "convert",
     "explain",
     "explain_problem",
+    "freeze",
     "revert",
     "set_defaults",
+    "unfreeze",
     "unload",
     "use",
 ]

@@ -7,7 +7,6 @@ made at the first call of a kind and kept in a bounded cache, and so are the cho
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -289,8 +288,7 @@ class Plan(Entry):
         choice = self.choice
         if choice is None:
             choice = self.choice = _choice(self.problem, self.settings)
-        y = _execute(choice, x, weight, self.problem, self.strides.y)
-        return y if bias is None else y.add_(bias.view(-1, 1, 1))
+        return _execute(choice, x, weight, self.problem, self.strides.y, bias)
 
     def backward(
         self, grad_y: Tensor, x: Tensor | None, weight: Tensor | None, needed: tuple[bool, bool]
@@ -372,11 +370,18 @@ def _without_autocast(function: Any, *arguments: Any) -> Any:
         return function(*arguments)
 
 
-def _execute(choice: Choice, a: Tensor, b: Tensor, problem: ConvProblem, strides: tuple[int, ...]) -> Tensor:
+def _execute(
+    choice: Choice,
+    a: Tensor,
+    b: Tensor,
+    problem: ConvProblem,
+    strides: tuple[int, ...],
+    bias: Tensor | None = None,
+) -> Tensor:
     """Run the chosen algorithm on its operands. The automatic choice falls back to native; a forced one raises."""
     algorithm = BY_NAME[choice.algorithm]
     try:
-        result = _without_autocast(algorithm.run, a, b, problem, choice.params)
+        result = _without_autocast(algorithm.run_checked, a, b, problem, choice.params, bias)
     except Exception as error:
         if choice.source == "forced" or algorithm.name == NATIVE:
             raise
@@ -384,19 +389,12 @@ def _execute(choice: Choice, a: Tensor, b: Tensor, problem: ConvProblem, strides
             f"failed:{algorithm.name}",
             f"convselect: {algorithm.name} failed on {problem} ({error!r}); native runs instead.",
         )
-        result = _without_autocast(BY_NAME[NATIVE].run, a, b, problem, None)
-    if algorithm.spreads_nonfinite and not _is_finite(result):
-        # A transform turns one NaN or infinity into a tile or an image of them. Native keeps them where they belong.
-        result = _without_autocast(BY_NAME[NATIVE].run, a, b, problem, None)
+        result = None
+    if result is None:
+        # It failed; or a transform turned one NaN or infinity into a tile or an image of them, and native keeps them
+        # where they belong.
+        result = _without_autocast(BY_NAME[NATIVE].run_checked, a, b, problem, None, bias)
     return with_strides(result, strides)
-
-
-def _is_finite(t: Tensor) -> bool:
-    """Whether everything is finite, by one sum; a sum that overflows merely costs a native run. On a GPU the answer
-    would cost a synchronisation: there the difference stays."""
-    if not t.is_cpu:
-        return True
-    return math.isfinite(t.sum(dtype=torch.float32 if t.element_size() == 2 else None).item())
 
 
 def check_policy(policy: str) -> None:

@@ -44,6 +44,30 @@ ALLOWED = {
     "functional": {"dispatch"},
     "layer": {"dispatch"},
     "convert": {"dispatch", "layer"},
+    "_freeze_trace": {"layer"},  # freeze
+    "_freeze_watch": set(),  # freeze
+    "_freeze_block": {"choose", "kernels", "problem", "settings", "timing"},  # freeze
+    "_freeze_conv": {"_calls", "_freeze_block", "_freeze_trace", "kernels", "problem", "settings"},  # freeze
+    "_freeze_linear": {"_freeze_block", "_freeze_trace", "kernels", "problem", "settings"},  # freeze
+    "_freeze_plan": {
+        "_freeze_block",
+        "_freeze_conv",
+        "_freeze_linear",
+        "_freeze_trace",
+        "_lru",
+        "problem",
+        "settings",
+    },  # freeze
+    "freeze": {
+        "_autograd",
+        "_freeze_plan",
+        "_freeze_trace",
+        "_freeze_watch",
+        "_lru",
+        "_warnings",
+        "layer",
+        "settings",
+    },
     "explain": {"dispatch", "_predictor", "choose", "kernels", "problem", "settings"},
 }
 

@@ -52,10 +52,10 @@ def test_unknown_names_are_passed_over():
 
 
 def test_budgets_are_applied():
-    loose = FakePredictor("winograd6")
-    assert BY_NAME["winograd6"].error_grade(CONV3) == Grade.LOOSE
-    assert choose(CONV3, BY_NAME, AUTO, predictor=loose).algorithm == "native"
-    assert choose(CONV3, BY_NAME, _intern("auto", "fast", 2**30), predictor=loose).algorithm == "winograd6"
+    loose, double = FakePredictor("winograd6"), CONV3._replace(dtype="float64")
+    assert BY_NAME["winograd6"].error_grade(double) == Grade.LOOSE
+    assert choose(double, BY_NAME, AUTO, predictor=loose).algorithm == "native"
+    assert choose(double, BY_NAME, _intern("auto", "fast", 2**30), predictor=loose).algorithm == "winograd6"
     assert choose(CONV3, BY_NAME, _intern("auto", "exact", 2**30), predictor=FakePredictor("winograd4")).algorithm == (
         "native"
     )

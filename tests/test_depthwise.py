@@ -1,18 +1,20 @@
-"""Depthwise convolution by rearranged native calls, against float64."""
+"""Depthwise convolution by the C kernels, and by rearranged native calls where they are missing, against float64."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from _memory import peak_extra_bytes
-from problems import operands_of, random_operands, relative_error
+from problems import arranged, operands_of, random_operands, relative_error
 from tolerances import tolerance
 
-from convselect.kernels import depthwise
+from convselect.kernels import _depthwise_torch, _library, depthwise
 from convselect.kernels.reference import Reference
 from convselect.problem import CHANNELS_LAST, CONTIGUOUS, STRIDED, ConvProblem, Direction, conv_problem
 
 ALGORITHM = depthwise.ALGORITHMS[0]
+BY_NATIVE = _depthwise_torch.DepthwiseByNative()
+needs_library = pytest.mark.skipif(not _library.available(), reason="there is no C library")
 DIRECTIONS = pytest.mark.parametrize("direction", list(Direction), ids=str)
 
 AWKWARD = {
@@ -36,45 +38,152 @@ AWKWARD = {
 }
 
 
-def check(problem: ConvProblem, layout: str = "contiguous") -> bool:
+IMPLEMENTATIONS = pytest.mark.parametrize("algorithm", [ALGORITHM, BY_NATIVE], ids=["chosen", "by native"])
+
+
+def check(problem: ConvProblem, layout: str = "contiguous", algorithm=ALGORITHM) -> bool:
     seen = {"contiguous": CONTIGUOUS, "channels_last": CHANNELS_LAST, "offset": CONTIGUOUS}
     problem = problem._replace(layout=seen.get(layout, STRIDED))
-    if ALGORITHM.why_not(problem) is not None:
+    if algorithm.why_not(problem) is not None:
         return False
     operands = operands_of(problem, *random_operands(problem, layout, layout))
     before = [t.clone() for t in operands]
     want = Reference().run(*(t.double() for t in operands), problem._replace(dtype="float64"))
-    got = ALGORITHM.run(*operands, problem)
+    got = algorithm.run(*operands, problem)
     assert got.shape == problem.result_shape
     assert got.dtype == problem.torch_dtype
-    assert relative_error(got, want) <= tolerance(ALGORITHM, problem)
+    assert relative_error(got, want) <= tolerance(algorithm, problem)
     assert all(torch.equal(a, b) for a, b in zip(operands, before, strict=True))
     return True
 
 
+@IMPLEMENTATIONS
 @DIRECTIONS
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-def test_awkward_problems(direction, dtype, layout, nan_memory):
-    ran = {name for name, p in AWKWARD.items() if check(p._replace(direction=direction, dtype=dtype), layout)}
+def test_awkward_problems(algorithm, direction, dtype, layout, nan_memory):
+    ran = {
+        name for name, p in AWKWARD.items() if check(p._replace(direction=direction, dtype=dtype), layout, algorithm)
+    }
+    native_declines = direction == Direction.BACKWARD_DATA and (algorithm is BY_NATIVE or not _library.available())
     strided = {name for name, p in AWKWARD.items() if p.stride != (1, 1)}
-    assert ran == (set(AWKWARD) - strided if direction == Direction.BACKWARD_DATA else set(AWKWARD))
+    assert ran == (set(AWKWARD) - strided if native_declines else set(AWKWARD))
 
 
+@IMPLEMENTATIONS
 @DIRECTIONS
 @pytest.mark.parametrize("layout", ["expanded", "channel_slice", "offset", "transposed"])
-def test_any_strides(direction, layout):
+def test_any_strides(algorithm, direction, layout):
     for name in ("31x31", "multiplier 3", "uneven padding", "bands"):
-        check(AWKWARD[name]._replace(direction=direction), layout)
+        check(AWKWARD[name]._replace(direction=direction), layout, algorithm)
 
 
 def test_bands_are_met():
-    assert depthwise._band_rows(AWKWARD["bands"]) < AWKWARD["bands"].P
-    assert depthwise._band_rows(AWKWARD["31x31"]) == 33
+    assert _depthwise_torch._band_rows(AWKWARD["bands"]) < AWKWARD["bands"].P
+    assert _depthwise_torch._band_rows(AWKWARD["31x31"]) == 33
     for height in (57, 58, 59, 116, 117, 118):
         problem = conv_problem(1, 2, height, 70, 2, 3, 3, padding=1, groups=2, direction=Direction.BACKWARD_WEIGHT)
-        assert depthwise._band_rows(problem) <= 58
-        assert check(problem)
+        assert _depthwise_torch._band_rows(problem) <= 58
+        assert check(problem, algorithm=BY_NATIVE)
+
+
+# Where the C kernels take another path: full and partial blocks of channels for every vector width, runs of 7 outputs
+# and less, phases without taps or without outputs, bands of rows, strides and dilations that share a factor.
+BRANCHES = {
+    "40 channels, 7x7 image": conv_problem(2, 40, 7, 7, 40, 3, 3, padding=1, groups=40),
+    "33 channels, 7x7 kernel": conv_problem(1, 33, 14, 15, 33, 7, 7, padding=3, groups=33),
+    "5x5, stride 2": conv_problem(2, 24, 14, 13, 24, 5, 5, padding=2, stride=2, groups=24),
+    "narrow image": conv_problem(2, 17, 9, 3, 17, 3, 3, padding=1, groups=17),
+    "stride over kernel": conv_problem(2, 9, 15, 17, 9, 3, 1, padding=1, stride=(4, 5), groups=9),
+    "stride over image": conv_problem(2, 20, 2, 34, 20, 3, 14, padding=(3, 10, 3, 12), stride=(3, 5), dilation=(1, 2),
+                                      groups=20),
+    "stride and dilation 2": conv_problem(1, 8, 30, 31, 8, 5, 3, padding=3, stride=2, dilation=2, groups=8),
+    "stride 4, dilation 6": conv_problem(1, 5, 40, 41, 5, 3, 5, padding=7, stride=4, dilation=6, groups=5),
+    "large image": conv_problem(1, 18, 130, 70, 18, 3, 3, padding=1, groups=18),
+    "large image, stride 2": conv_problem(1, 18, 131, 90, 18, 3, 3, padding=1, stride=2, groups=18),
+    "multiplier 3, stride 2": conv_problem(2, 6, 13, 14, 18, 3, 3, padding=1, stride=2, groups=6),
+}  # fmt: skip
+
+
+@needs_library
+@DIRECTIONS
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("isa", sorted(_library.ISAS.values()))
+def test_every_instruction_set(direction, layout, isa, nan_memory):
+    if isa > _library.library().cs_best_isa():
+        pytest.skip("this processor does not have it")
+    for name, problem in {**AWKWARD, **BRANCHES}.items():
+        for dtype in ("float32", "bfloat16"):
+            p = problem._replace(direction=direction, dtype=dtype, layout=layout)
+            operands = operands_of(p, *random_operands(p, layout))
+            want = Reference().run(*(t.double() for t in operands), p._replace(dtype="float64"))
+            got = _library.call("cs_depthwise", *operands, p, isa_level=isa)
+            assert relative_error(got, want) <= tolerance(ALGORITHM, p), name
+
+
+@needs_library
+@pytest.mark.parametrize("isa", sorted(_library.ISAS.values()))
+def test_weight_gradient_of_mixed_layouts(isa):
+    if isa > _library.library().cs_best_isa():
+        pytest.skip("this processor does not have it")
+    p = BRANCHES["5x5, stride 2"]._replace(direction=Direction.BACKWARD_WEIGHT)
+    x, _, grad_y = random_operands(p)
+    want = Reference().run(x.double(), grad_y.double(), p._replace(dtype="float64"))
+    for a, b in ((CONTIGUOUS, CHANNELS_LAST), (CHANNELS_LAST, CONTIGUOUS)):
+        got = _library.call("cs_depthwise", arranged(x, a), arranged(grad_y, b), p._replace(layout=a), isa_level=isa)
+        assert relative_error(got, want) <= tolerance(ALGORITHM, p)
+
+
+@needs_library
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_epilogue(layout, dtype):
+    for name in ("40 channels, 7x7 image", "large image, stride 2", "multiplier 3, stride 2"):
+        p = BRANCHES[name]._replace(dtype=dtype, layout=layout)
+        x, weight, like_y = random_operands(p, layout)
+        bias = torch.randn(p.K)
+        y = Reference().forward(x.double(), weight.double(), p._replace(dtype="float64"))
+        cases = {
+            "relu": torch.relu(y + bias.double().view(1, -1, 1, 1) + like_y.double()),
+            "relu6": torch.clamp(y + bias.double().view(1, -1, 1, 1) + like_y.double(), 0, 6),
+            "silu": torch.nn.functional.silu(y + bias.double().view(1, -1, 1, 1) + like_y.double()),
+        }
+        for activation, want in cases.items():
+            got = _library.call("cs_depthwise", x, weight, p, bias=bias, residual=like_y, activation=activation)
+            assert relative_error(got, want) <= tolerance(ALGORITHM, p), (name, activation)
+
+
+@needs_library
+@DIRECTIONS
+def test_any_number_of_threads_gives_the_same_bits(direction):
+    """Bands and parts of kernels depend on the number of threads asked for; sums do not."""
+    for name, problem in {**AWKWARD, **BRANCHES}.items():
+        p = problem._replace(direction=direction)
+        operands = operands_of(p, *random_operands(p))
+        torch.set_num_threads(1)
+        want = _library.call("cs_depthwise", *operands, p)
+        for threads in (2, 5):
+            torch.set_num_threads(threads)
+            assert torch.equal(_library.call("cs_depthwise", *operands, p), want), (name, threads)
+
+
+@needs_library
+@DIRECTIONS
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_scratch_memory_is_what_workspace_says(direction, layout):
+    """The calling thread's share, in the blocks it is allocated in; a bound of many times that would be no use."""
+    lib, large = _library.library(), 2 << 20
+    for name, problem in {**AWKWARD, **BRANCHES, **MEMORY}.items():
+        for dtype in ("float32", "bfloat16"):
+            p = problem._replace(direction=direction, dtype=dtype, layout=layout)
+            operands = operands_of(p, *random_operands(p, layout))
+            lib.cs_free_scratch()
+            ALGORITHM.run(*operands, p)
+            held = lib.cs_scratch_bytes()
+            assert held <= ALGORITHM.workspace_bytes(p) + 2 * large, name
+            if held < large:  # whole pages, or a quarter megabyte at most
+                assert held <= ALGORITHM.workspace_bytes(p) + 2 * 4096, name
+    lib.cs_free_scratch()
 
 
 def test_weight_gradient_error_stays_low_on_large_images():
@@ -97,16 +206,17 @@ MEMORY = {
 @DIRECTIONS
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-def test_workspace_bound(direction, dtype, layout):
+@IMPLEMENTATIONS
+def test_workspace_bound(algorithm, direction, dtype, layout):
     measured = 0
     for name, problem in MEMORY.items():
         how = CHANNELS_LAST if layout == "channels_last" else CONTIGUOUS
         problem = problem._replace(direction=direction, dtype=dtype, layout=how)
-        if ALGORITHM.why_not(problem) is not None:
+        if algorithm.why_not(problem) is not None:
             continue
         operands = operands_of(problem, *random_operands(problem, layout))
-        peak = peak_extra_bytes(lambda o=operands, p=problem: ALGORITHM.run(*o, p))
-        bound = ALGORITHM.workspace_bytes(problem)
+        peak = peak_extra_bytes(lambda o=operands, p=problem: algorithm.run(*o, p))
+        bound = algorithm.workspace_bytes(problem)
         assert peak <= bound, name
         # oneDNN copies everything or nothing, by shape; a bound of many copies would keep it from being used.
         in_float32 = 4 * (problem.x_bytes + problem.y_bytes + problem.weight_bytes) // problem.element_bytes
@@ -118,9 +228,10 @@ def test_workspace_bound(direction, dtype, layout):
 
 @DIRECTIONS
 @pytest.mark.parametrize("name", ["31x31", "multiplier 3, dilated", "bands", "bands, strided and dilated"])
-def test_nonfinite_pixels_stay_in_their_window(name, direction):
+@IMPLEMENTATIONS
+def test_nonfinite_pixels_stay_in_their_window(algorithm, name, direction):
     problem = AWKWARD[name]._replace(direction=direction)
-    if ALGORITHM.why_not(problem) is not None:
+    if algorithm.why_not(problem) is not None:
         assert problem.stride != (1, 1)
         return
     a, b = operands_of(problem, *random_operands(problem))
@@ -129,30 +240,39 @@ def test_nonfinite_pixels_stay_in_their_window(name, direction):
         for row in (0, image.shape[2] // 2, image.shape[2] - 1):
             kept = image[0, 1, row, 3].clone()
             image[0, 1, row, 3] = float("nan")
-            got, want = ALGORITHM.run(a, b, problem), Reference().run(a.double(), b.double(), problem)
+            got, want = algorithm.run(a, b, problem), Reference().run(a.double(), b.double(), problem)
             assert torch.equal(got.isnan() | want.isnan(), want.isnan())
             assert got.isnan().any() == want.isnan().any()  # stride 2 skips pixels
             image[0, 1, row, 3] = kept
 
 
-def test_why_not():
+@IMPLEMENTATIONS
+def test_why_not(algorithm):
     base = conv_problem(1, 8, 30, 30, 8, 13, 13, padding=6, groups=8)
-    assert ALGORITHM.why_not(base) is None
-    assert "depthwise" in ALGORITHM.why_not(base._replace(groups=4))
-    assert "float64" in ALGORITHM.why_not(base._replace(dtype="float64"))
-    assert "CPU" in ALGORITHM.why_not(base._replace(device="cuda"))
+    assert algorithm.why_not(base) is None
+    assert "depthwise" in algorithm.why_not(base._replace(groups=4))
+    assert "float64" in algorithm.why_not(base._replace(dtype="float64"))
+    assert "CPU" in algorithm.why_not(base._replace(device="cuda"))
     strided = base._replace(stride_h=2)
-    assert "unit stride" in ALGORITHM.why_not(strided._replace(direction=Direction.BACKWARD_DATA))
-    assert ALGORITHM.why_not(strided) is None
+    assert algorithm.why_not(strided) is None
+    strided_gradient = algorithm.why_not(strided._replace(direction=Direction.BACKWARD_DATA))
     same_call = conv_problem(1, 8, 30, 30, 8, 7, 7, padding=3, groups=8)
-    assert ALGORITHM.why_not(same_call) is None
-    assert "native" in ALGORITHM.same_as_native(same_call)
+    assert algorithm.why_not(same_call) is None
+    if algorithm is ALGORITHM and _library.available():
+        assert strided_gradient is None
+        assert algorithm.same_as_native(same_call) is None
+    else:
+        assert "unit stride" in strided_gradient
+        assert "native" in algorithm.same_as_native(same_call)
     for other in (base, same_call._replace(dtype="bfloat16"), same_call._replace(direction=Direction.BACKWARD_WEIGHT)):
-        assert ALGORITHM.same_as_native(other) is None
+        assert algorithm.same_as_native(other) is None
 
 
-def test_empty_batch():
-    problem = conv_problem(0, 4, 12, 12, 4, 3, 3, padding=1, groups=4, direction=Direction.BACKWARD_WEIGHT)
-    got = ALGORITHM.run(torch.empty(problem.x_shape), torch.empty(problem.y_shape), problem)
-    assert got.shape == problem.weight_shape
+@IMPLEMENTATIONS
+@DIRECTIONS
+def test_empty_batch(algorithm, direction):
+    problem = conv_problem(0, 4, 12, 12, 4, 3, 3, padding=1, groups=4, direction=direction)
+    x, weight, grad_y = torch.empty(problem.x_shape), torch.ones(problem.weight_shape), torch.empty(problem.y_shape)
+    got = algorithm.run(*operands_of(problem, x, weight, grad_y), problem)
+    assert got.shape == problem.result_shape
     assert not got.any()

@@ -26,13 +26,13 @@ def winograd(monkeypatch):
 def spy(monkeypatch, name: str) -> list[Direction]:
     """The directions that an algorithm is run in from now on."""
     ran: list[Direction] = []
-    algorithm, original = BY_NAME[name], BY_NAME[name].run
+    algorithm, original = BY_NAME[name], BY_NAME[name].run_checked
 
-    def run(a, b, problem, params=None):
+    def run_checked(a, b, problem, params=None, bias=None):
         ran.append(problem.direction)
-        return original(a, b, problem, params)
+        return original(a, b, problem, params, bias)
 
-    monkeypatch.setattr(algorithm, "run", run)
+    monkeypatch.setattr(algorithm, "run_checked", run_checked)
     return ran
 
 
@@ -117,7 +117,7 @@ def test_a_failing_automatic_choice_is_one_warning_and_a_native_result(winograd,
     def fail(*args, **kwargs):
         raise RuntimeError("out of tiles")
 
-    monkeypatch.setattr(BY_NAME["winograd4"], "run", fail)
+    monkeypatch.setattr(BY_NAME["winograd4"], "run_checked", fail)
     monkeypatch.setattr(_warnings, "_given", set())
     with pytest.warns(convselect.ConvselectWarning, match="out of tiles") as caught:
         for _ in range(3):

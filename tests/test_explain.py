@@ -52,13 +52,13 @@ def test_what_is_explained_is_what_runs(monkeypatch):
     x = torch.randn(2, 3, 12, 12, requires_grad=True)
     ran = []
     for algorithm in ALL:
-        original = algorithm.run
+        original = algorithm.run_checked
 
-        def spy(a, b, problem, params=None, original=original, name=algorithm.name):
+        def spy(a, b, problem, params=None, bias=None, original=original, name=algorithm.name):
             ran.append((str(problem.direction), name, problem))
-            return original(a, b, problem, params)
+            return original(a, b, problem, params, bias)
 
-        monkeypatch.setattr(algorithm, "run", spy)
+        monkeypatch.setattr(algorithm, "run_checked", spy)
     model(x).square().sum().backward()
     assert sorted(ran) == sorted((r.direction, r.algorithm, r.problem) for r in convselect.explain(model, x))
 
@@ -72,7 +72,8 @@ def test_every_other_algorithm_has_a_reason(monkeypatch):
             assert all(reason.strip() for reason in row.why_not.values())
     (row,) = convselect.explain_problem(CONV3)
     assert (row.algorithm, row.source, row.gain) == ("winograd4", "model", pytest.approx(3.0))
-    assert "precision budget" in row.why_not["winograd6"]
+    (double,) = convselect.explain_problem(CONV3._replace(dtype="float64"))
+    assert "precision budget" in double.why_not["winograd6"]
     assert "by name" in row.why_not["reference"]
     assert "3.00x" in row.why_not["native"]
 
@@ -129,6 +130,7 @@ def test_short():
 
 def test_settings_in_force_are_the_ones_explained(monkeypatch):
     use_fake(monkeypatch, "winograd6", "im2col_gemm")
+    double = CONV3._replace(dtype="float64")
     with settings.use(precision="fast"):
-        assert convselect.explain_problem(CONV3).rows[0].algorithm == "winograd6"
-    assert convselect.explain_problem(CONV3).rows[0].algorithm == "im2col_gemm"
+        assert convselect.explain_problem(double).rows[0].algorithm == "winograd6"
+    assert convselect.explain_problem(double).rows[0].algorithm == "im2col_gemm"

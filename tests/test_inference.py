@@ -352,12 +352,19 @@ def test_save_refuses_what_load_would(tmp_path: Path):
 
 
 def test_families_are_named_by_processor_and_instruction_set():
-    assert host.family_of_host("AVX2", "x86_64") == "cpu-x86-avx2"
-    assert host.family_of_host("AVX512", "AMD64") == "cpu-x86-avx512"
-    assert host.family_of_host("DEFAULT", "aarch64") == "cpu-arm-default"
-    assert host.family_of_host("NO AVX", "x86_64") == "cpu-x86-no-avx"
-    assert host.family_of_host("DEFAULT", "riscv64") == "cpu-riscv64-default"
+    assert host.family_of_host("AVX2", "x86_64", c_kernels=False) == "cpu-x86-avx2"
+    assert host.family_of_host("AVX512", "AMD64", c_kernels=False) == "cpu-x86-avx512"
+    assert host.family_of_host("DEFAULT", "aarch64", c_kernels=False) == "cpu-arm-default"
+    assert host.family_of_host("NO AVX", "x86_64", c_kernels=False) == "cpu-x86-no-avx"
+    assert host.family_of_host("DEFAULT", "riscv64", c_kernels=False) == "cpu-riscv64-default"
     assert host.family_of_host(host.cpu_capability()).startswith("cpu-")
+
+
+def test_a_family_with_the_c_kernels_is_another_family(monkeypatch):
+    assert host.family_of_host("AVX512", "x86_64", c_kernels=True) == "cpu-x86-avx512-c"
+    for loaded, want in ((True, "cpu-x86-avx2-c"), (False, "cpu-x86-avx2")):
+        monkeypatch.setattr(host._library, "available", lambda loaded=loaded: loaded)
+        assert host.family_of_host("AVX2", "x86_64") == want
 
 
 ALL_FLAGS = {"avx512_bf16": True, "amx_bf16": True, "avx512_fp16": True, "amx_fp16": True}

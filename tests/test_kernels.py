@@ -25,7 +25,13 @@ from convselect.problem import ConvProblem, Direction, conv_problem, layout_of
 
 MEMORY_FORMATS = {"contiguous": "contiguous_format", "channels_last": "channels_last"}
 POOL = [a for a in ALL if a.name != "reference"]
-NOT_FOR = {("upcast", "float32"), ("upcast", "float64"), ("depthwise", "float64")}
+NOT_FOR = {
+    ("upcast", "float32"),
+    ("upcast", "float64"),
+    ("depthwise", "float64"),
+    ("direct", "float64"),
+    ("grouped", "float64"),
+}
 every_algorithm = pytest.mark.parametrize("algorithm", POOL, ids=lambda a: a.name)
 every_direction = pytest.mark.parametrize("direction", list(Direction), ids=str)
 
@@ -181,7 +187,7 @@ def test_two_threads_agree_with_reference(algorithm):
     dtype = "bfloat16" if algorithm.name == "upcast" else "float32"
     ran = [
         check(algorithm, LARGER[name]._replace(direction=direction, dtype=dtype, threads=2))
-        for name in ("3x3", "1x1", "depthwise 7x7", "9x9")
+        for name in ("3x3", "1x1", "groups", "depthwise 7x7", "9x9")
         for direction in Direction
     ]
     assert any(ran)
@@ -211,7 +217,9 @@ def test_spreads_nonfinite_is_declared(algorithm):
                 assert (~want).sum() == p.R * p.S
                 kept &= torch.equal(algorithm.forward(x, weight, p).isfinite(), want)
     assert kept or algorithm.spreads_nonfinite
-    if algorithm.name.startswith(("winograd", "fft")):
+    # F(2x2, 3x3) keeps them in place, though it may turn an infinity into NaN there; the others show that this test can
+    # tell.
+    if algorithm.name.startswith(("winograd4", "winograd6", "fft")):
         assert not kept, "this test can no longer tell"
 
 

@@ -10,7 +10,8 @@ import torch
 
 import convselect
 from convselect import _predictor, _warnings, dispatch
-from convselect.model.inference import ARTIFACTS
+from convselect.model import host, inference
+from convselect.model.inference import ARTIFACTS, artifact_path
 from convselect.problem import conv_problem
 
 X, W = torch.randn(1, 8, 12, 12), torch.randn(8, 8, 3, 3)
@@ -61,17 +62,37 @@ def test_without_a_sound_artifact_there_is_one_warning_and_native_from_then_on(d
 
 def test_the_shipped_artifacts_load_and_speak():
     shipped = sorted(ARTIFACTS.glob("*.npz"))
-    assert {p.stem for p in shipped} == {"cpu-x86-avx2", "cpu-x86-avx512"}
+    without_c_kernels = {"cpu-x86-avx2", "cpu-x86-avx512"}
+    with_them = {f"{name}-c" for name in without_c_kernels}
+    assert without_c_kernels <= {p.stem for p in shipped} <= without_c_kernels | with_them
     from convselect.kernels import ALL
     from convselect.model.inference import Predictor
 
     for path in shipped:
         predictor = Predictor.load(path)
-        assert set(predictor.card.algorithm_names) == {a.name for a in ALL if a.automatic}
+        assert "native" in predictor.card.algorithm_names
+        assert set(predictor.card.algorithm_names) <= {a.name for a in ALL if a.automatic}
+        assert predictor.card.family == path.stem
         prediction = predictor.predict(conv_problem(1, 64, 56, 56, 64, 3, 3, padding=1))
         assert prediction is not None
         assert path.stat().st_size < 200_000
         assert path.with_suffix(".json").exists()
+
+
+@pytest.mark.parametrize("c_kernels", [True, False])
+def test_a_family_without_an_artifact_is_native_after_one_warning(c_kernels, monkeypatch):
+    """Times of the C kernels and of PyTorch's formulations say nothing about each other: neither artifact stands in."""
+    monkeypatch.delenv("CONVSELECT_ARTIFACT", raising=False)
+    monkeypatch.setattr(host._library, "available", lambda: c_kernels)
+    name = host.family_of_host(host.cpu_capability())
+    assert name.endswith("-c") == c_kernels
+    assert _predictor.path_for_host() == artifact_path(name)
+    monkeypatch.setattr(inference, "artifact_path", lambda family: ARTIFACTS / f"{family}-of-another-machine.npz")
+    with pytest.warns(convselect.ConvselectWarning, match="no trained model for this machine") as caught:
+        for size in (8, 9, 10):
+            convselect.conv2d(torch.randn(1, 8, size, size), W, padding=1)
+    assert len(caught) == 1
+    assert {entry.choice.algorithm for entry in dispatch.choices.entries.values()} == {"native"}
 
 
 def test_unload_releases_the_weights_and_a_new_problem_loads_them_again(monkeypatch):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from fractions import Fraction
 
 import pytest
@@ -12,9 +11,10 @@ from _memory import peak_extra_bytes
 from tolerances import FORWARD, WEIGHT_GRADIENT_FACTOR
 from torch import Tensor
 
-from convselect.kernels import Grade, _winograd_transforms, winograd
+from convselect.kernels import Grade, _library, _winograd_transforms
+from convselect.kernels import _winograd_torch as winograd
 from convselect.kernels.reference import Reference
-from convselect.kernels.winograd import ALGORITHMS, Winograd
+from convselect.kernels.winograd import ALGORITHMS, TILES, Winograd
 from convselect.problem import ConvProblem, Direction, conv_problem
 
 ALL = pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda algorithm: algorithm.name)
@@ -22,13 +22,17 @@ DIRECTIONS = pytest.mark.parametrize("direction", list(Direction), ids=str)
 REFERENCE = Reference()
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Small problems: splitting them costs more than it saves."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+@pytest.fixture(autouse=True, params=["c", "torch"])
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every test runs on the C kernels and on the PyTorch formulation; those of one's inner parts name it."""
+    if request.param == "c" and not _library.available():
+        pytest.skip("the C kernels are not built here")
+    if request.param == "torch":
+        monkeypatch.setattr(_library, "available", lambda: False)
+    return str(request.param)
+
+
+in_torch = pytest.mark.parametrize("implementation", ["torch"], indirect=True)
 
 
 def operands(problem: ConvProblem, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -77,6 +81,7 @@ def transposed(matrix: list[list[Fraction]]) -> list[list[Fraction]]:
     return [list(column) for column in zip(*matrix, strict=True)]
 
 
+@in_torch
 @pytest.mark.parametrize("m", [2, 4, 6])
 def test_transforms_are_exact(m: int) -> None:
     AT, G, BT = _winograd_transforms.transforms(m)
@@ -90,6 +95,7 @@ def test_transforms_are_exact(m: int) -> None:
     assert times(transposed(G), products) == [sum(grad_y[q] * d[q + r] for q in range(m)) for r in range(3)]
 
 
+@in_torch
 @pytest.mark.parametrize("m", [2, 4, 6])
 def test_data_transforms_are_exact_in_float32(m: int) -> None:
     exact = _winograd_transforms.transforms(m)
@@ -127,9 +133,10 @@ def test_error_grade_holds_on_rectified_data(algorithm: Winograd, direction: Dir
     check(algorithm, problem, a.relu(), b)
 
 
-def test_grades() -> None:
+def test_grades(implementation: str) -> None:
     problem = conv_problem(1, 8, 8, 8, 8, 3, 3)
-    assert [a.error_grade(problem) for a in ALGORITHMS] == [Grade.DIRECT, Grade.CLOSE, Grade.LOOSE]
+    six = Grade.CLOSE if implementation == "c" else Grade.LOOSE
+    assert [a.error_grade(problem) for a in ALGORITHMS] == [Grade.DIRECT, Grade.CLOSE, six]
     half = problem._replace(dtype="float16")
     assert {a.error_grade(half) for a in ALGORITHMS} == {Grade.DIRECT}
 
@@ -216,6 +223,7 @@ def test_direction_follows_the_method(algorithm: Winograd) -> None:
 # ---- blocking and memory --------------------------------------------------------------------------------------------
 
 
+@in_torch
 @ALL
 @DIRECTIONS
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
@@ -233,6 +241,7 @@ def test_small_blocks(
     check(algorithm, problem, *operands(problem))
 
 
+@in_torch
 @ALL
 @DIRECTIONS
 def test_blocks_cover_every_tile_once(algorithm: Winograd, direction: Direction) -> None:
@@ -245,6 +254,7 @@ def test_blocks_cover_every_tile_once(algorithm: Winograd, direction: Direction)
         assert bool((count == 1).all())
 
 
+@in_torch
 @ALL
 @DIRECTIONS
 def test_cases_take_the_paths_they_are_named_for(algorithm: Winograd, direction: Direction) -> None:
@@ -268,6 +278,7 @@ MEMORY = {
 }
 
 
+@in_torch
 @ALL
 @DIRECTIONS
 @pytest.mark.parametrize("case", MEMORY)
@@ -312,8 +323,8 @@ def test_workspace_stays_bounded(algorithm: Winograd, direction: Direction) -> N
 @pytest.mark.parametrize(
     ("problem", "word"),
     [
-        (conv_problem(1, 4, 8, 8, 4, 5, 5), "5x5"),
-        (conv_problem(1, 4, 8, 8, 4, 3, 1), "3x1"),
+        (conv_problem(1, 4, 8, 8, 4, 9, 9), "9x9"),
+        (conv_problem(1, 4, 8, 8, 4, 3, 2), "3x2"),
         (conv_problem(1, 4, 8, 8, 4, 3, 3, stride=(1, 2)), "stride 1x2"),
         (conv_problem(1, 4, 8, 8, 4, 3, 3, dilation=2), "dilation 2x2"),
         (conv_problem(1, 4, 8, 8, 4, 3, 3)._replace(device="cuda"), "cuda"),
@@ -344,7 +355,7 @@ def test_first_call_in_inference_mode_leaves_later_calls_usable(algorithm: Winog
 @ALL
 @DIRECTIONS
 def test_more_threads(algorithm: Winograd, direction: Direction) -> None:
-    torch.set_num_threads(2)
+    torch.set_num_threads(2)  # conftest.py restores it
     problem = conv_problem(2, 33, 30, 27, 34, 3, 3, padding=1, direction=direction, threads=2)
     check(algorithm, problem, *operands(problem))
 
@@ -375,3 +386,33 @@ def test_nonfinite_input_is_not_hidden(algorithm: Winograd) -> None:
     x[0, 1, 5, 6] = float("inf")
     want = REFERENCE.forward(x, weight, problem)
     assert not algorithm.forward(x, weight, problem)[~want.isfinite()].isfinite().any()
+
+
+# ---- other kernels than 3x3 -----------------------------------------------------------------------------------------
+
+
+@DIRECTIONS
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(("R", "S"), [size for size in TILES if size != (3, 3)])
+def test_other_kernels(implementation: str, direction: Direction, layout: str, dtype: str, R: int, S: int) -> None:
+    """Computed in C for the tiles of the table; a sentence in all other cases."""
+    problem = conv_problem(
+        2, 20, 13, 17, 35, R, S, padding=(R // 2, 1, 0, S // 2), direction=direction, layout=layout, dtype=dtype
+    )
+    ran = []
+    for algorithm in ALGORITHMS:
+        sentence = algorithm.why_not(problem)
+        if sentence is None:
+            check(algorithm, problem, *operands(problem))
+            ran.append(algorithm.m)
+        else:
+            assert f"{R}x{S}" in sentence
+    assert tuple(ran) == (TILES[R, S] if implementation == "c" else ())
+
+
+def test_what_c_does_not_compute() -> None:
+    """float64 goes to the PyTorch formulation, and so 5x5 in float64 nowhere."""
+    problem = conv_problem(1, 4, 9, 9, 4, 3, 3, padding=1, dtype="float64")
+    check(Winograd(4), problem, *operands(problem))
+    assert Winograd(4).why_not(conv_problem(1, 4, 9, 9, 4, 5, 5, padding=2, dtype="float64")) is not None

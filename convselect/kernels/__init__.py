@@ -5,7 +5,18 @@ from __future__ import annotations
 if __name__ != "convselect.kernels":  # the link at the top of the repository is for readers
     raise ImportError("import this package as convselect.kernels")
 
-from convselect.kernels import depthwise, fft, im2col_gemm, native, native_layout, reference, upcast, winograd
+from convselect.kernels import (
+    depthwise,
+    direct,
+    fft,
+    grouped,
+    im2col_gemm,
+    native,
+    native_layout,
+    reference,
+    upcast,
+    winograd,
+)
 from convselect.kernels._contract import Algorithm, Grade, NotApplicable
 
 ALL: tuple[Algorithm, ...] = (
@@ -16,6 +27,8 @@ ALL: tuple[Algorithm, ...] = (
     *winograd.ALGORITHMS,
     *fft.ALGORITHMS,
     *depthwise.ALGORITHMS,
+    *grouped.ALGORITHMS,
+    *direct.ALGORITHMS,
     *reference.ALGORITHMS,
 )
 BY_NAME: dict[str, Algorithm] = {algorithm.name: algorithm for algorithm in ALL}

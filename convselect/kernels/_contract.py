@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import enum
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from convselect.problem import ConvProblem, Direction
@@ -85,5 +87,26 @@ class Algorithm(ABC):
             return self.backward_data(a, b, problem, params)
         return self.backward_weight(a, b, problem, params)
 
+    def run_checked(
+        self, a: Tensor, b: Tensor, problem: ConvProblem, params: Params = None, bias: Tensor | None = None
+    ) -> Tensor | None:
+        """What dispatch calls: `run`, plus `bias` (K,) in the forward direction. None where `spreads_nonfinite` and the
+        result holds an infinity or a NaN, so that native has to say where it belongs.
+
+        Algorithms that add the bias, or check, on the way override this; here each is one more pass over the result.
+        """
+        result = self.run(a, b, problem, params)
+        if self.spreads_nonfinite and not is_finite(result):
+            return None
+        return result if bias is None else result.add_(bias.view(-1, 1, 1))
+
     def __repr__(self) -> str:
         return f"<convselect algorithm {self.name}>"
+
+
+def is_finite(t: Tensor) -> bool:
+    """Whether everything is finite, by one sum; a sum that overflows merely costs a native run. On a GPU the answer
+    would cost a synchronisation: there the difference stays."""
+    if not t.is_cpu:
+        return True
+    return math.isfinite(t.sum(dtype=torch.float32 if t.element_size() == 2 else None).item())

@@ -21,9 +21,9 @@ def even_padding(problem: ConvProblem) -> tuple[tuple[int, int], tuple[int, int,
 
 
 def native_workspace_bytes(problem: ConvProblem) -> int:
-    """What aten itself may allocate: operands packed, and again in a layout that oneDNN prefers, the padded x that uneven padding costs, and on its
-    slow paths (float64, dilated 16-bit) the unfolded image of each thread. oneDNN's own scratch is not PyTorch's to
-    count."""
+    """What aten itself may allocate: operands packed, and again in a layout that oneDNN prefers, the padded x that
+    uneven padding costs, and on its slow paths (float64, dilated 16-bit) the unfolded image of each thread. The scratch
+    of oneDNN itself is not PyTorch's to count."""
     p = problem
     unfolded = (p.C // p.groups) * p.R * p.S * p.P * p.Q * p.element_bytes
     padded = 0
@@ -42,9 +42,9 @@ def overruns_in_channels_last(problem: ConvProblem) -> bool:
 
 
 def unsound_in_16_bit(problem: ConvProblem) -> bool:
-    """Strided 16-bit convolutions on CPUs in which a kernel tap, or a whole window, meets nothing but padding. oneDNN 3.12
-    gives garbage gradients there or crashes, differently in the two layouts: what is right in one may be wrong in the
-    other, so nobody may be moved from one to the other."""
+    """Strided 16-bit convolutions on CPUs in which a kernel tap, or a whole window, meets nothing but padding. There
+    oneDNN 3.12 gives garbage gradients or crashes, differently in the two layouts: what is right in one may be wrong in
+    the other, so nobody may be moved from one to the other."""
     p = problem
     if p.element_bytes > 2 or p.stride == (1, 1) or not any(p.padding) or p.device != "cpu":
         return False
@@ -103,9 +103,7 @@ def native_backward(
 
 def native_backward_data(grad_y: Tensor, weight: Tensor, problem: ConvProblem) -> Tensor:
     """grad_x alone. The operator wants x for its shape and layout only: memory that nobody touches costs no time."""
-    x = torch.empty(
-        problem.x_shape, dtype=grad_y.dtype, device=grad_y.device, memory_format=memory_format(problem)
-    )
+    x = torch.empty(problem.x_shape, dtype=grad_y.dtype, device=grad_y.device, memory_format=memory_format(problem))
     grad_x, _ = native_backward(grad_y, x, weight, problem, (True, False))
     assert grad_x is not None
     return grad_x

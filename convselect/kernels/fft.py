@@ -16,9 +16,11 @@ Whole image: a circular transform of length L is exact along an axis as soon as 
 and kernel extent: reads beyond one edge may wrap around into the other edge's zeros. Tiles: each yields
 L - extent + 1 results. The two axes are independent: a one-row image is never padded to a square.
 
-Transform lengths have no prime factor above 7. Dilated kernels are transformed with their zeros in. 16-bit
-operands are transformed in float32 and the result is rounded once. The work is cut into chunks over groups, images,
-tiles and channels so that spectra stay near `_fft_plan.SPECTRUM_BYTES`, and transforms run in pieces that stay in cache.
+Where there is the C library, `csrc/fft.inc` computes the tiles of `fft_tiled`, vectorised over channels; the rest of
+this file is PyTorch operations. Transform lengths have no prime factor above 7. Dilated kernels are transformed with
+their zeros in. 16-bit operands are transformed in float32 and the result is rounded once. The work is cut into chunks
+over groups, images, tiles and channels so that spectra stay near `_fft_plan.SPECTRUM_BYTES`, and transforms run in
+pieces that stay in cache.
 """
 
 from __future__ import annotations
@@ -31,10 +33,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from convselect.kernels import _library
 from convselect.kernels._common import compute_dtype
 from convselect.kernels._contract import Algorithm, Grade, Params
-from convselect.kernels._fft_plan import MAX_TILED_EXTENT, Plan, plan_of, tile_side
+from convselect.kernels._fft_plan import KERNEL_TILES, MAX_TILED_EXTENT, Plan, kernel_tile_side, plan_of, tile_side
 from convselect.problem import ConvProblem, Direction
+
 
 @functools.lru_cache(maxsize=32)  # a few hundred kB each
 def _dft(length: int, rows: int, columns: int, step: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
@@ -320,26 +324,28 @@ class Fft(Algorithm):
     def error_grade(self, problem: ConvProblem) -> Grade:
         return Grade.DIRECT if problem.element_bytes == 2 else Grade.CLOSE
 
-    def forward(self, x: Tensor, weight: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
+    def _compute(self, a: Tensor, b: Tensor, problem: ConvProblem, params: Params) -> Tensor:
         plan = plan_of(problem, self._tile(problem, params))
-        return _Engine(problem, plan).image_result(x, weight)
+        if problem.direction != Direction.BACKWARD_WEIGHT:
+            return _Engine(problem, plan).image_result(a, b)
+        return _Engine(problem, plan).weight_result(a, b) if problem.N else a.new_zeros(problem.weight_shape)
+
+    def forward(self, x: Tensor, weight: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
+        return self._compute(x, weight, problem.with_direction(Direction.FORWARD), params)
 
     def backward_data(self, grad_y: Tensor, weight: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
-        plan = plan_of(problem, self._tile(problem, params))
-        return _Engine(problem, plan).image_result(grad_y, weight)
+        return self._compute(grad_y, weight, problem.with_direction(Direction.BACKWARD_DATA), params)
 
     def backward_weight(self, x: Tensor, grad_y: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
-        if problem.N == 0:
-            return x.new_zeros(problem.weight_shape)
-        plan = plan_of(problem, self._tile(problem, params))
-        return _Engine(problem, plan).weight_result(x, grad_y)
+        return self._compute(x, grad_y, problem.with_direction(Direction.BACKWARD_WEIGHT), params)
 
 
 class FftTiled(Fft):
-    """Overlapping tiles. `params={"tile": side}` overrides `tile_side`; the side must be even and at least the kernel's
-    extent (ValueError). An axis that is no longer than a tile is transformed whole."""
+    """Overlapping tiles. `params={"tile": side}` overrides the choice of their side, which must be even and at least
+    the kernel's extent (ValueError). An axis that is no longer than a tile is transformed whole."""
 
     name = "fft_tiled"
+    revision = 2
 
     def _tile(self, problem: ConvProblem, params: Params) -> int:
         if params is None or "tile" not in params:
@@ -349,11 +355,45 @@ class FftTiled(Fft):
             raise ValueError(f"tile {tile} must be even and hold the kernel's extent {problem.kernel_extent}")
         return tile
 
+    def _in_c(self, problem: ConvProblem, params: Params = None) -> int | None:
+        """The side of the C kernel's tiles; None where PyTorch's operations compute: in float64, for dilated kernels,
+        for one-row kernels and few channels a group, which leave most of a tile or a vector empty, and for kernels
+        that half fill the largest tile."""
+        p = problem
+        if p.dtype == "float64" or p.device != "cpu" or p.dilation != (1, 1) or p.N == 0 or not _library.available():
+            return None
+        if min(p.R, p.S) == 1 or max(p.C, p.K) // p.groups < 4:
+            return None
+        if params is None or "tile" not in params:
+            return kernel_tile_side(p)
+        tile = self._tile(p, params)
+        return tile if tile in KERNEL_TILES else None
+
     def why_not(self, problem: ConvProblem) -> str | None:
         extent = max(problem.kernel_extent)
         if extent > MAX_TILED_EXTENT:
             return f"the kernel spans {extent} elements, tiles take up to {MAX_TILED_EXTENT}: use fft, the whole image"
         return super().why_not(problem)
+
+    def workspace_bytes(self, problem: ConvProblem) -> int:
+        tile = self._in_c(problem)
+        if tile is None:
+            return super().workspace_bytes(problem)
+        return _library.workspace_bytes("cs_fft_bytes", problem, (tile,))
+
+    def _compute(self, a: Tensor, b: Tensor, problem: ConvProblem, params: Params) -> Tensor:
+        tile = self._in_c(problem, params)
+        if tile is None:
+            return super()._compute(a, b, problem, params)
+        return _library.call("cs_fft", a, b, problem, (tile,))
+
+    def run_checked(
+        self, a: Tensor, b: Tensor, problem: ConvProblem, params: Params = None, bias: Tensor | None = None
+    ) -> Tensor | None:
+        tile = self._in_c(problem, params)
+        if tile is None:
+            return super().run_checked(a, b, problem, params, bias)
+        return _library.call_checked("cs_fft", a, b, problem, (tile,), bias)
 
 
 ALGORITHMS = (Fft(), FftTiled())

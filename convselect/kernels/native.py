@@ -1,4 +1,5 @@
-"""PyTorch's own convolution (oneDNN on CPUs, cuDNN or MIOpen on GPUs): the baseline, always applicable, the fallback."""
+"""PyTorch's own convolution (oneDNN on CPUs, cuDNN or MIOpen on GPUs): the baseline and the fallback, always
+applicable."""
 
 from __future__ import annotations
 

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from convselect.kernels._contract import Algorithm, Grade, Params
 from convselect.kernels._native_ops import (
-    unsound_in_16_bit,
     native_backward_data,
     native_backward_weight,
     native_forward,
     native_workspace_bytes,
+    unsound_in_16_bit,
 )
 from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, canonical_strides
 

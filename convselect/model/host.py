@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import torch
 
+from convselect.kernels import _library
 from convselect.model.inference import SIXTEEN_BIT_FLAGS
 
 _MACHINES = {"x86_64": "x86", "amd64": "x86", "aarch64": "arm", "arm64": "arm"}
@@ -19,13 +20,16 @@ def cpu_capability() -> str:
     return str(torch.backends.cpu.get_cpu_capability())
 
 
-def family_of_host(capability: str, machine: str | None = None) -> str:
-    """Name of a CPU's device family, for example "cpu-x86-avx2" or "cpu-arm-default".
+def family_of_host(capability: str, machine: str | None = None, c_kernels: bool | None = None) -> str:
+    """Name of a CPU's device family, for example "cpu-x86-avx2-c" or "cpu-arm-default".
 
-    `capability` as `cpu_capability` returns it, `machine` as `platform.machine` does (default: this machine's).
+    `capability` as `cpu_capability` returns it, `machine` as `platform.machine` does (default: this machine's). The
+    suffix "-c" stands for the C kernels (`c_kernels`, default: whether they are loaded here): without them the same
+    algorithms are PyTorch's operations, whose times say nothing about the kernels'.
     """
     machine = (machine or platform.machine()).lower()
-    return f"cpu-{_MACHINES.get(machine, machine)}-{capability.lower().replace(' ', '-')}"
+    suffix = "-c" if (_library.available() if c_kernels is None else c_kernels) else ""
+    return f"cpu-{_MACHINES.get(machine, machine)}-{capability.lower().replace(' ', '-')}{suffix}"
 
 
 def host_flags(
@@ -55,4 +59,3 @@ def host_flags(
         for flags in SIXTEEN_BIT_FLAGS.values()
         for flag in flags
     }
-

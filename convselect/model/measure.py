@@ -74,7 +74,7 @@ def random_layers(count: int, seed: int = 0) -> list[tuple[str, ConvProblem]]:
     rng = np.random.default_rng(seed)
 
     def size(low: int, high: int) -> int:
-        return int(round(math.exp(rng.uniform(math.log(low), math.log(high)))))
+        return round(math.exp(rng.uniform(math.log(low), math.log(high))))
 
     layers: list[tuple[str, ConvProblem]] = []
     while len(layers) < count:

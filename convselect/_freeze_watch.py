@@ -1,0 +1,148 @@
+"""Noticing that a tensor which something was derived from has changed.
+
+Three nets, each for what the one before lets through:
+
+1. Exact, at every call: which tensor is registered under the name, and its version counter. Catches assignments,
+   state_dict loads, optimizer steps, and everything in place.
+2. At every call for weights, at every eighth for the (small) rest: the address of the memory, and one element of it.
+   Catches `.data = other`, and, as a rule, whatever rewrites a whole tensor behind the version counter: `.data.copy_`,
+   `.data.mul_`, writes through NumPy.
+3. At every call one chunk of 64 KiB, in turn, by its sum as 64-bit integers. Catches any other write within as many
+   calls as there are chunks, unless it leaves the sum the same.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Source = tuple[dict[str, Any], str]
+
+_CHUNK_WORDS = 8192
+_TURNS = 8
+_version: Any = operator.attrgetter("_version")
+_data_ptr: Any = Tensor.data_ptr
+
+
+class _Samples:
+    """One element of each of some tensors, in parallel lists: read at every call."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self.addresses: list[int] = []
+        self.elements: list[tuple[memoryview, int]] = []
+        self.values: list[int] = []
+        self.groups: list[int] = []
+
+    def add(self, t: Tensor, words: Any, group: int) -> None:
+        memory, at = memoryview(words), words.size // 2
+        self.tensors.append(t)
+        self.addresses.append(t.data_ptr())
+        self.elements.append((memory, at))
+        self.values.append(memory[at])
+        self.groups.append(group)
+
+    def changed(self) -> set[int]:
+        # The old memory is still held here, so that reading it is safe wherever the tensor has gone.
+        addresses = list(map(_data_ptr, self.tensors))
+        values = [memory[at] for memory, at in self.elements]
+        if addresses == self.addresses and values == self.values:
+            return set()
+        old = zip(self.addresses, self.values, strict=True)
+        new = zip(addresses, values, strict=True)
+        return {group for group, a, b in zip(self.groups, old, new, strict=True) if a != b}
+
+
+class _Chunk(NamedTuple):
+    words: Any
+    total: int
+    group: int
+
+
+class Watch:
+    """The state of some groups of tensors, each named by the dictionary that holds it and its key there."""
+
+    def __init__(self, groups: list[list[Source]]) -> None:
+        self._groups = groups
+        self._sources = [(owner, key, group) for group, sources in enumerate(groups) for owner, key in sources]
+        owners = {id(owner): owner for owner, _, _ in self._sources}
+        self._live = list(owners.values())
+        self._turn = 0
+        self._saved: list[dict[str, Any]] = []
+        self._look()
+
+    def _look(self) -> None:
+        # Versions first: a write while the rest is read is then noticed at the next call.
+        tensors = [owner[key] for owner, key, _ in self._sources]
+        self._saved = [dict(owner) for owner in self._live]
+        # Dictionaries are compared by identity of their values first, and a lone number by value if that fails.
+        named = zip(self._sources, tensors, strict=True)
+        self._lone = [(owner, key, t) for (owner, key, _), t in named if t.numel() == 1]
+        self._tensors = [t for t in tensors if not t.is_inference()]
+        self._versions = list(map(_version, self._tensors))
+        self._every = _Samples()
+        self._by_turn = [_Samples() for _ in range(_TURNS)]
+        self._chunks: list[_Chunk] = []
+        for i, ((_, _, group), t) in enumerate(zip(self._sources, tensors, strict=True)):
+            words = _words(t)
+            if words.size == 0:
+                continue
+            (self._every if t.dim() > 1 else self._by_turn[i % _TURNS]).add(t, words, group)
+            for start in range(0, words.size, _CHUNK_WORDS):
+                part = words[start : start + _CHUNK_WORDS]
+                self._chunks.append(_Chunk(part, int(np.add.reduce(part)), group))
+
+    def covers(self, groups: list[list[Source]]) -> bool:
+        """Whether these are the very tensors that are watched, by owner and name."""
+        return [[(id(owner), key) for owner, key in g] for g in groups] == [
+            [(id(owner), key) for owner, key in g] for g in self._groups
+        ]
+
+    def changed(self) -> set[int]:
+        """Groups found to have changed, by what this call looks at; they stay changed until `accept`."""
+        found: set[int] = set()
+        try:
+            same = self._live == self._saved
+        except (RuntimeError, TypeError, ValueError):  # tensors that are not the same are compared, and do not say
+            same = False
+        if not same or any(owner.get(key) is not t for owner, key, t in self._lone):
+            return set(range(len(self._groups)))
+        if list(map(_version, self._tensors)) != self._versions:
+            found |= self._by_version()
+        turn = self._turn
+        self._turn = turn + 1
+        found |= self._every.changed() | self._by_turn[turn % _TURNS].changed()
+        if self._chunks:
+            words, total, group = self._chunks[turn % len(self._chunks)]
+            if int(np.add.reduce(words)) != total:
+                found.add(group)
+        return found
+
+    def changed_anywhere(self) -> set[int]:
+        """As `changed`, but looks at everything."""
+        found = self.changed()
+        for samples in self._by_turn:
+            found |= samples.changed()
+        return found | {group for words, total, group in self._chunks if int(np.add.reduce(words)) != total}
+
+    def accept(self) -> None:
+        """Take the present state as the one to compare with."""
+        self._look()
+
+    def _by_version(self) -> set[int]:
+        versions = {id(t): v for t, v in zip(self._tensors, self._versions, strict=True)}
+        return {g for owner, key, g in self._sources if owner[key]._version != versions.get(id(owner[key]))}
+
+
+def _words(t: Tensor) -> Any:
+    """The memory a tensor spans, as 64-bit integers where its length allows, else as bytes."""
+    t = t.detach()
+    if t.numel() == 0:
+        return np.empty(0, np.uint64)
+    span = 1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    flat = t.as_strided((span,), (1,)).view(torch.uint8).numpy()
+    return flat.view(np.uint64) if flat.nbytes % 8 == 0 else flat

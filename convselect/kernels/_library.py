@@ -1,0 +1,271 @@
+"""The C kernels of `csrc/`, loaded through ctypes and called on data pointers.
+
+Without the library (no compiler at installation, or `CONVSELECT_NO_NATIVE=1`) `available()` says no, and algorithms
+compute with PyTorch's operations or say through `why_not` that they do not apply. Loading waits for the first question,
+by which time torch is imported: the library then shares torch's OpenMP threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction, layout_of
+
+ABI = 1
+OK, NO_MEMORY, UNSUPPORTED, NONFINITE = range(4)
+ISAS = {"base": 0, "avx2": 1, "avx512": 2}
+DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
+LAYOUTS = {CONTIGUOUS: 0, CHANNELS_LAST: 1}
+DIRECTIONS = {Direction.FORWARD: 0, Direction.BACKWARD_DATA: 1, Direction.BACKWARD_WEIGHT: 2}
+ACTIVATIONS = {None: 0, "relu": 1, "relu6": 2, "silu": 3}
+_FORMATS = {CONTIGUOUS: torch.contiguous_format, CHANNELS_LAST: torch.channels_last}
+
+
+class Conv(ctypes.Structure):
+    """`cs_conv` of csrc/convselect.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in (
+            "N", "C", "H", "W", "K", "R", "S", "P", "Q",
+            "stride_h", "stride_w", "pad_top", "pad_left", "dil_h", "dil_w", "groups",
+        )),
+        *((name, ctypes.c_int32) for name in (
+            "dtype", "direction", "x_layout", "y_layout", "weight_layout", "threads", "isa", "reserved",
+        )),
+    )  # fmt: skip
+
+
+class Epilogue(ctypes.Structure):
+    """`cs_epilogue` of csrc/convselect.h."""
+
+    _fields_ = (
+        ("bias", ctypes.c_void_p),
+        ("residual", ctypes.c_void_p),
+        ("activation", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+    )
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The loaded library; None where there is none, it is switched off, or it is of another version of the package.
+
+    `CONVSELECT_LIBRARY` names another build of it, for example one with sanitizers.
+    """
+    if os.environ.get("CONVSELECT_NO_NATIVE", "").strip() not in ("", "0"):
+        return None
+    named = os.environ.get("CONVSELECT_LIBRARY")
+    try:
+        loaded = ctypes.CDLL(named or os.path.join(os.path.dirname(__file__), "_csrc.so"))
+        if loaded.cs_abi() != ABI:
+            return None
+        loaded.cs_scratch_bytes.restype = ctypes.c_int64
+        return loaded
+    except (OSError, AttributeError):
+        return None
+
+
+def available() -> bool:
+    return library() is not None
+
+
+@functools.cache
+def isa() -> int:
+    """The instruction set the kernels are called for: the best there is, but none that torch was told not to use."""
+    loaded = library()
+    assert loaded is not None
+    best: int = loaded.cs_best_isa()
+    capability = torch.backends.cpu.get_cpu_capability().lower()
+    allowed = "avx512" if capability.startswith("avx512") else "avx2" if capability.startswith("avx2") else "base"
+    return min(best, ISAS[allowed])
+
+
+class _Call(NamedTuple):
+    """What calls of one kernel on one problem have in common."""
+
+    function: Any
+    conv: Any
+    operand_shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    result_shape: tuple[int, ...]
+    dtype: torch.dtype
+    out_format: torch.memory_format
+
+
+@functools.cache
+def _function(name: str, before: int) -> Any:
+    """The kernel as a function object of its own, whose argument types nobody else sets: ints then pass as pointers."""
+    loaded = library()
+    assert loaded is not None
+    function = loaded[name]
+    pointer = ctypes.c_void_p
+    function.argtypes = (pointer, *(ctypes.c_int32,) * before, pointer, pointer, pointer, pointer)
+    function.restype = ctypes.c_int32
+    return function
+
+
+def _conv(p: ConvProblem, a_layout: str, b_layout: str, threads: int, isa: int) -> Conv:
+    """The problem with operands in these layouts; a weight gradient is contiguous."""
+    if p.direction == Direction.BACKWARD_WEIGHT:
+        layouts = (a_layout, b_layout, CONTIGUOUS)
+    else:
+        layouts = (a_layout, a_layout, b_layout)
+    return Conv(
+        p.N, p.C, p.H, p.W, p.K, p.R, p.S, p.P, p.Q,
+        p.stride_h, p.stride_w, p.pad_top, p.pad_left, p.dil_h, p.dil_w, p.groups,
+        DTYPES[p.dtype], DIRECTIONS[p.direction], *(LAYOUTS[layout] for layout in layouts), threads, isa, 0,
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=4096)
+def _prepared(
+    name: str, before: int, problem: ConvProblem, a_layout: str, b_layout: str, threads: int, isa: int
+) -> _Call:
+    p = problem
+    first = p.y_shape if p.direction == Direction.BACKWARD_DATA else p.x_shape
+    second = p.y_shape if p.direction == Direction.BACKWARD_WEIGHT else p.weight_shape
+    return _Call(
+        _function(name, before),
+        ctypes.byref(_conv(p, a_layout, b_layout, threads, isa)),
+        (first, second),
+        p.result_shape,
+        p.torch_dtype,
+        _FORMATS[CONTIGUOUS if p.direction == Direction.BACKWARD_WEIGHT else a_layout],
+    )
+
+
+def dense(tensor: Tensor, otherwise: str) -> tuple[Tensor, str]:
+    """The tensor itself where it is dense in NCHW or NHWC order, else a copy in the layout `otherwise`; its layout.
+
+    What it returns holds its values in memory: a lazily negated tensor, or one that is zero by a flag, is a copy too.
+    """
+    if tensor.is_neg() or tensor._is_zerotensor():
+        tensor = tensor.resolve_neg().clone()
+    layout = layout_of(tensor)
+    if layout in LAYOUTS:
+        return tensor, layout
+    return tensor.contiguous(memory_format=_FORMATS[otherwise]), otherwise
+
+
+def _epilogue(
+    bias: Tensor | None, residual: Tensor | None, activation: str | None, p: ConvProblem, call: _Call
+) -> tuple[Any, tuple[Tensor | None, Tensor | None]]:
+    """The struct for the kernel, and the tensors that must live until it returns."""
+    if p.direction != Direction.FORWARD:
+        raise ValueError(f"bias, residual and activation belong to the forward direction, not to {p}")
+    bias_at = residual_at = None
+    if bias is not None:
+        if bias.dtype != torch.float32 or not bias.is_contiguous() or bias.is_neg():
+            bias = bias.resolve_neg().float().contiguous()
+        if bias.shape != (p.K,) or not bias.is_cpu:
+            raise ValueError(f"a bias of shape {tuple(bias.shape)} for {p}")
+        bias_at = bias.data_ptr()
+    if residual is not None:
+        residual = residual.resolve_neg().contiguous(memory_format=call.out_format)
+        if residual.shape != call.result_shape or residual.dtype != call.dtype or not residual.is_cpu:
+            raise ValueError(f"a residual {residual.dtype} {tuple(residual.shape)} for {p}")
+        residual_at = residual.data_ptr()
+    return ctypes.byref(Epilogue(bias_at, residual_at, ACTIVATIONS[activation], 0)), (bias, residual)
+
+
+def call(
+    name: str,
+    a: Tensor,
+    b: Tensor,
+    problem: ConvProblem,
+    before: Sequence[int] = (),
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation: str | None = None,
+    isa_level: int | None = None,
+) -> Tensor:
+    """Run kernel `name` on the direction's two operands; the result, in the layout of the streamed operand (for a
+    weight gradient contiguous). Whether values that are not finite were spread is not told: see `call_checked`.
+
+    Args:
+        before: integers that the kernel takes ahead of its operands.
+        bias, residual, activation: y becomes activation(y + bias + residual); forward only. `bias` is (K,),
+            `residual` is shaped like y.
+
+    Raises:
+        MemoryError: where scratch memory could not be had.
+        NotImplementedError: where the kernel declines, which its `why_not` should have said.
+        ValueError: where a tensor is not what the problem says; the kernel, which sees only pointers, is not called.
+    """
+    return _call(name, a, b, problem, before, bias, residual, activation, isa_level)[0]
+
+
+def call_checked(
+    name: str, a: Tensor, b: Tensor, problem: ConvProblem, before: Sequence[int] = (), bias: Tensor | None = None
+) -> Tensor | None:
+    """As `call`; None where a transform method found an infinity or a NaN that it may have spread over neighbours."""
+    out, finite = _call(name, a, b, problem, before, bias, None, None, None)
+    return out if finite else None
+
+
+def _call(
+    name: str,
+    a: Tensor,
+    b: Tensor,
+    problem: ConvProblem,
+    before: Sequence[int],
+    bias: Tensor | None,
+    residual: Tensor | None,
+    activation: str | None,
+    isa_level: int | None,
+) -> tuple[Tensor, bool]:
+    p = problem
+    preferred = p.layout if p.layout in LAYOUTS else CONTIGUOUS
+    a, a_layout = dense(a, preferred)
+    b, b_layout = dense(b, preferred if p.direction == Direction.BACKWARD_WEIGHT else CONTIGUOUS)
+    level = isa() if isa_level is None else isa_level
+    plan = _prepared(name, len(before), p, a_layout, b_layout, torch.get_num_threads(), level)
+    dtype = plan.dtype
+    if (a.shape, b.shape) != plan.operand_shapes or a.dtype != dtype or b.dtype != dtype or not (a.is_cpu and b.is_cpu):
+        raise ValueError(f"{name}: operands {a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)} for {p}")
+    out = torch.empty(plan.result_shape, dtype=dtype, device="cpu", memory_format=plan.out_format)
+    epilogue = held = None
+    if bias is not None or residual is not None or activation is not None:
+        epilogue, held = _epilogue(bias, residual, activation, p, plan)
+    status = plan.function(plan.conv, *before, a.data_ptr(), b.data_ptr(), out.data_ptr(), epilogue)
+    del held
+    if status == OK:
+        return out, True
+    if status == NONFINITE:
+        return out, False
+    if status == NO_MEMORY:
+        raise MemoryError(f"{name}: no scratch memory for {p}")
+    raise NotImplementedError(f"{name} does not compute {p}")
+
+
+def copied_bytes(problem: ConvProblem) -> int:
+    """Bytes of the dense copies `call` makes of operands in other layouts. A weight gradient's problem does not say in
+    which layout grad_y comes: taken to be dense."""
+    p = problem
+    streamed = p.y_bytes if p.direction == Direction.BACKWARD_DATA else p.x_bytes
+    weight = 0 if p.direction == Direction.BACKWARD_WEIGHT or p.weight_layout in LAYOUTS else p.weight_bytes
+    return (0 if p.layout in LAYOUTS else streamed) + weight
+
+
+def workspace_bytes(query: str, problem: ConvProblem, before: Sequence[int] = ()) -> int:
+    """Memory beyond operands and result that `call` takes, in bytes: the kernel's scratch memory, as its query function
+    says, and dense copies of operands.
+
+    Raises:
+        NotImplementedError: where the kernel does not apply.
+    """
+    loaded = library()
+    assert loaded is not None
+    function = loaded[query]
+    function.argtypes = (ctypes.c_void_p, *(ctypes.c_int32,) * len(before))
+    function.restype = ctypes.c_int64
+    scratch: int = function(ctypes.byref(_conv(problem, CONTIGUOUS, CONTIGUOUS, problem.threads, isa())), *before)
+    if scratch < 0:
+        raise NotImplementedError(f"{query} does not apply to {problem}")
+    return scratch + copied_bytes(problem)

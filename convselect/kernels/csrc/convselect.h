@@ -1,0 +1,60 @@
+/* The C kernels' interface: plain structs and data pointers, nothing of Python or PyTorch.
+ *
+ * Every entry point takes one convolution (`cs_conv`), written in the forward convention for all three directions:
+ * x (N, C, H, W), weight (K, C / groups, R, S), y (N, K, P, Q). It is dispatched on `conv->isa` to the same source
+ * compiled for that instruction set, returns one of the codes below, and touches nothing but its operands, its result
+ * and the calling threads' own scratch memory: calls from several threads do not meet.
+ *
+ * Results do not depend on how many threads OpenMP delivers: work is divided by output elements, and where a sum is
+ * divided, by a number that only the problem and `conv->threads` decide.
+ */
+#ifndef CONVSELECT_H
+#define CONVSELECT_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define CS_ABI 1 /* raised with every change of a struct or a signature; the loader compares */
+
+/* NONFINITE: done, but the result holds an infinity or a NaN that a transform may have spread to its neighbours. */
+enum { CS_OK = 0, CS_NO_MEMORY = 1, CS_UNSUPPORTED = 2, CS_NONFINITE = 3 };
+enum { CS_FORWARD = 0, CS_BACKWARD_DATA = 1, CS_BACKWARD_WEIGHT = 2 };
+enum { CS_F32 = 0, CS_BF16 = 1, CS_F16 = 2 };
+enum { CS_CONTIGUOUS = 0, CS_CHANNELS_LAST = 1 }; /* NCHW and NHWC order of dense tensors; a weight's KCRS and KRSC */
+enum { CS_ISA_BASE = 0, CS_ISA_AVX2 = 1, CS_ISA_AVX512 = 2 };
+enum { CS_LINEAR = 0, CS_RELU = 1, CS_RELU6 = 2, CS_SILU = 3 };
+
+/* All sizes in elements. Padding at the bottom and right follows from H, W, P, Q. */
+typedef struct {
+    int64_t N, C, H, W, K, R, S, P, Q;
+    int64_t stride_h, stride_w, pad_top, pad_left, dil_h, dil_w, groups;
+    int32_t dtype;         /* of both operands and the result; sums are always kept in float32 */
+    int32_t direction;
+    int32_t x_layout;      /* of x and of grad_x */
+    int32_t y_layout;      /* of y and of grad_y */
+    int32_t weight_layout; /* of weight and of grad_weight */
+    int32_t threads;       /* at most so many are used */
+    int32_t isa;           /* one of CS_ISA_*, at most cs_best_isa() */
+    int32_t reserved;
+} cs_conv;
+
+/* What is done to y before it is stored (forward only): activation(y + bias + residual). */
+typedef struct {
+    const float *bias;    /* K values, always float32; NULL: none */
+    const void *residual; /* a tensor like y in shape, dtype and layout; NULL: none */
+    int32_t activation;
+    int32_t reserved;
+} cs_epilogue;
+
+#if defined(__GNUC__)
+#define CS_EXPORT __attribute__((visibility("default")))
+#else
+#define CS_EXPORT
+#endif
+
+CS_EXPORT int32_t cs_abi(void);
+CS_EXPORT int32_t cs_best_isa(void);
+CS_EXPORT void cs_free_scratch(void);       /* gives back what the calling thread keeps */
+CS_EXPORT int64_t cs_scratch_bytes(void);   /* what the calling thread keeps or holds */
+
+#endif

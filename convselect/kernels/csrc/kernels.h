@@ -1,0 +1,51 @@
+/* The list of kernels. X(name, parameters, arguments): `name` is exported, `name_base`, `name_avx2` and `name_avx512`
+ * are the same source compiled for each instruction set. */
+#ifndef CS_KERNELS_H
+#define CS_KERNELS_H
+
+#include "convselect.h"
+
+/* a, b, out: the direction's two operands and its result, in the order
+ *   forward: x, weight -> y      backward data: grad_y, weight -> grad_x      backward weight: x, grad_y -> grad_weight */
+#define CS_OPERANDS (const cs_conv *conv, const void *a, const void *b, void *out, const cs_epilogue *epilogue)
+#define CS_PASS (conv, a, b, out, epilogue)
+#define CS_TILED (const cs_conv *conv, int32_t m, const void *a, const void *b, void *out, const cs_epilogue *epilogue)
+#define CS_TILED_PASS (conv, m, a, b, out, epilogue)
+
+#define CS_TRANSFORM                                                                                                \
+    (const cs_conv *conv, int32_t length, const void *a, const void *b, void *out, const cs_epilogue *epilogue)
+#define CS_TRANSFORM_PASS (conv, length, a, b, out, epilogue)
+
+#define CS_KERNELS(X)                       \
+    X(cs_winograd, CS_TILED, CS_TILED_PASS) \
+    X(cs_depthwise, CS_OPERANDS, CS_PASS)   \
+    X(cs_grouped, CS_OPERANDS, CS_PASS)     \
+    X(cs_direct, CS_OPERANDS, CS_PASS)      \
+    X(cs_fft, CS_TRANSFORM, CS_TRANSFORM_PASS)
+
+/* Bytes of scratch memory that a call would take, all threads together; negative where the kernel does not apply. */
+#define CS_QUERIES(X)                                                  \
+    X(cs_winograd_bytes, (const cs_conv *conv, int32_t m), (conv, m)) \
+    X(cs_fft_bytes, (const cs_conv *conv, int32_t length), (conv, length)) \
+    X(cs_direct_bytes, (const cs_conv *conv), (conv))                 \
+    X(cs_direct_packed_bytes, (const cs_conv *conv), (conv))
+
+/* Forward with a weight packed beforehand. A packed weight, of cs_direct_packed_bytes bytes, fits the weight's shape
+ * and the groups, dtype, x_layout and isa it was packed for; sizes, strides and padding are free. */
+#define CS_PACKED_KERNELS(X)                                                                                        \
+    X(cs_direct_pack, (const cs_conv *conv, const void *weight, float *packed), (conv, weight, packed))             \
+    X(cs_direct_frozen,                                                                                             \
+      (const cs_conv *conv, const void *x, const float *packed, void *y, const cs_epilogue *epilogue),              \
+      (conv, x, packed, y, epilogue))
+
+#define CS_DECLARE_AS(type, name, parameters) \
+    type name##_base parameters;              \
+    type name##_avx2 parameters;              \
+    type name##_avx512 parameters;
+#define CS_DECLARE(name, parameters, arguments) CS_DECLARE_AS(int32_t, name, parameters)
+#define CS_DECLARE_QUERY(name, parameters, arguments) CS_DECLARE_AS(int64_t, name, parameters)
+CS_KERNELS(CS_DECLARE)
+CS_QUERIES(CS_DECLARE_QUERY)
+CS_PACKED_KERNELS(CS_DECLARE)
+
+#endif

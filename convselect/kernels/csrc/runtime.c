@@ -1,0 +1,144 @@
+/* What exists once: the choice of instruction set, scratch memory, and the exported entry points. */
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+#include "convselect.h"
+#include "kernels.h"
+#include "scratch.h"
+
+int32_t cs_abi(void) { return CS_ABI; }
+
+static int32_t best_isa = CS_ISA_BASE;
+
+#if defined(__x86_64__)
+/* Once, while the library is loaded: every call compares with it, and a virtual machine traps `cpuid`. */
+__attribute__((constructor)) static void find_best_isa(void) {
+    /* The compiler's own check asks the processor and whether the system saves the registers. Older compilers do not
+     * know F16C by name. */
+    unsigned a, b, c, d;
+    int f16c = __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+    __builtin_cpu_init();
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !f16c) return;
+    best_isa = CS_ISA_AVX2;
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vl"))
+        best_isa = CS_ISA_AVX512;
+}
+#endif
+
+int32_t cs_best_isa(void) { return best_isa; }
+
+/* ---- scratch ---------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    void *memory[CS_SLOTS];
+    size_t bytes[CS_SLOTS];
+} arena;
+
+static __thread arena *own;
+static pthread_key_t key;
+static int has_key;
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+
+static void drop(arena *a, int slot) {
+    free(a->memory[slot]);
+    a->memory[slot] = NULL;
+    a->bytes[slot] = 0;
+}
+
+static void free_arena(void *pointer) {
+    arena *a = pointer;
+    for (int slot = 0; slot < CS_SLOTS; slot++) drop(a, slot);
+    free(a);
+    own = NULL;
+}
+
+static void make_key(void) { has_key = pthread_key_create(&key, free_arena) == 0; }
+
+#if defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define CS_EXACT 1
+#endif
+#elif defined(__SANITIZE_ADDRESS__)
+#define CS_EXACT 1
+#endif
+
+void *cs_scratch(int slot, size_t bytes) {
+    arena *a = own;
+    if (a == NULL) {
+        pthread_once(&once, make_key);
+        a = own = calloc(1, sizeof(arena));
+        if (a == NULL) return NULL;
+        if (has_key) pthread_setspecific(key, a); /* else it stays when the thread ends */
+    }
+#if defined(CS_EXACT)
+    /* The address sanitizer notices the first byte past the end, and a NaN shows what is read before it is written. */
+    drop(a, slot);
+    size_t alignment = 64, rounded = bytes ? bytes : 1;
+#else
+    if (a->bytes[slot] >= bytes && bytes > 0) return a->memory[slot];
+    drop(a, slot);
+    if (bytes > SIZE_MAX / 2) return NULL;
+    /* Whole huge pages for what is large: walking page tables shows in the transforms. */
+    size_t huge = (size_t)2 << 20, alignment = bytes < huge / 8 ? 4096 : huge;
+    size_t rounded = bytes == 0 ? alignment : (bytes + alignment - 1) / alignment * alignment;
+#endif
+    if (posix_memalign(&a->memory[slot], alignment, rounded) != 0) {
+        a->memory[slot] = NULL;
+        return NULL;
+    }
+    a->bytes[slot] = rounded;
+#if defined(CS_EXACT)
+    memset(a->memory[slot], 0xff, rounded);
+#elif defined(__linux__)
+    if (alignment > 4096) madvise(a->memory[slot], rounded, MADV_HUGEPAGE);
+#endif
+    return a->memory[slot];
+}
+
+void cs_scratch_done(int slot) {
+    if (own != NULL && own->bytes[slot] > CS_KEPT_BYTES) drop(own, slot);
+}
+
+void cs_free_scratch(void) {
+    if (own != NULL)
+        for (int slot = 0; slot < CS_SLOTS; slot++) drop(own, slot);
+}
+
+int64_t cs_scratch_bytes(void) {
+    int64_t total = 0;
+    if (own != NULL)
+        for (int slot = 0; slot < CS_SLOTS; slot++) total += (int64_t)own->bytes[slot];
+    return total;
+}
+
+/* ---- entry points: one line per kernel in kernels.h ------------------------------------------------------------- */
+
+static int supported(const cs_conv *conv) { return conv->isa >= CS_ISA_BASE && conv->isa <= best_isa; }
+
+#if defined(__x86_64__)
+#define CS_PICK(name)                                                                                              \
+    (conv->isa == CS_ISA_AVX512 ? name##_avx512 : conv->isa == CS_ISA_AVX2 ? name##_avx2 : name##_base)
+#else
+#define CS_PICK(name) name##_base
+#endif
+
+#define CS_DEFINE_AS(type, otherwise, name, parameters, arguments)                                                  \
+    CS_EXPORT type name parameters;                                                                                \
+    type name parameters {                                                                                         \
+        if (!supported(conv)) return otherwise;                                                                    \
+        return CS_PICK(name) arguments;                                                                            \
+    }
+#define CS_DEFINE(name, parameters, arguments) CS_DEFINE_AS(int32_t, CS_UNSUPPORTED, name, parameters, arguments)
+#define CS_DEFINE_QUERY(name, parameters, arguments) CS_DEFINE_AS(int64_t, -1, name, parameters, arguments)
+CS_KERNELS(CS_DEFINE)
+CS_QUERIES(CS_DEFINE_QUERY)
+CS_PACKED_KERNELS(CS_DEFINE)

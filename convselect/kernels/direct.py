@@ -1,0 +1,170 @@
+"""Direct convolution in C, as an implicit matrix product on packed weights: `csrc/direct.inc`.
+
+    y[n, k, p, q] = sum over r, s, c of x[n, c, p stride_h + r dil_h - pad_top, q stride_w + s dil_w - pad_left]
+                                        w[k, c, r, s]
+
+A register tile of output pixels times output channels takes the whole sum. In NHWC inputs are read in place through a
+table of pointers (Dukhan 2019, "The indirect convolution algorithm", arXiv 1907.02129); in NCHW the inputs of a few
+hundred pixels at a time are gathered in cache. The data gradient is the same convolution with channels exchanged, in
+stride_h * stride_w classes of taps; the weight gradient is the matrix product over pixels. Sums are kept in float32 for
+16-bit types and rounded once.
+
+For frozen weights, `pack` reorders a weight once and `forward_packed` uses it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from convselect.kernels import _library
+from convselect.kernels._common import memory_format
+from convselect.kernels._contract import Algorithm, Grade, Params
+from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction
+
+FEW_CHANNELS = 16
+"""With groups of fewer input or output channels most of a register tile would be empty."""
+
+
+def _layout(problem: ConvProblem) -> str:
+    return CHANNELS_LAST if problem.layout == CHANNELS_LAST else CONTIGUOUS
+
+
+def _why_not(problem: ConvProblem) -> str | None:
+    p = problem
+    if p.device != "cpu":
+        return f"The direct kernel is implemented for CPUs, this problem is on {p.device}."
+    if p.dtype == "float64":
+        return "The direct kernel computes in float32, this problem is in float64."
+    if p.groups > 1 and min(p.C, p.K) // p.groups < FEW_CHANNELS:
+        return f"The direct kernel needs {FEW_CHANNELS} channels per group, this convolution has fewer."
+    if not _library.available():
+        return "The direct kernel needs the C kernels, which this installation was built without."
+    return None
+
+
+# ---- frozen weights -------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _function(name: str, pointers: int, result: Any) -> Any:
+    loaded = _library.library()
+    assert loaded is not None
+    function = loaded[name]
+    function.argtypes, function.restype = (ctypes.c_void_p,) * pointers, result
+    return function
+
+
+@functools.lru_cache(maxsize=4096)
+def _frozen(problem: ConvProblem, threads: int, isa: int) -> tuple[Any, int]:
+    """The struct for the kernel, and how many floats a packed weight has."""
+    conv = _library._conv(problem.with_direction(Direction.FORWARD), _layout(problem), CONTIGUOUS, threads, isa)
+    pointer = ctypes.byref(conv)
+    return pointer, _function("cs_direct_packed_bytes", 1, ctypes.c_int64)(pointer) // 4
+
+
+def pack(weight: Tensor, problem: ConvProblem, isa_level: int | None = None) -> Tensor:
+    """The weight (K, C / groups, R, S) in the order that `forward_packed` reads.
+
+    It fits every problem with this weight's shape, `problem`'s groups, dtype and layout, on this instruction set.
+
+    Returns:
+        float32, one-dimensional; in channels_last up to 15 output channels per group longer than the weight.
+
+    Raises:
+        MemoryError: where scratch memory could not be had.
+        ValueError: where the weight is not the problem's.
+    """
+    if weight.shape != problem.weight_shape or weight.dtype != problem.torch_dtype or not weight.is_cpu:
+        raise ValueError(f"a weight {weight.dtype} {tuple(weight.shape)} for {problem}")
+    conv, floats = _frozen(problem, torch.get_num_threads(), _library.isa() if isa_level is None else isa_level)
+    packed = torch.empty(floats, dtype=torch.float32, device="cpu")
+    weight = weight.resolve_neg().contiguous()
+    if _function("cs_direct_pack", 3, ctypes.c_int32)(conv, weight.data_ptr(), packed.data_ptr()) != _library.OK:
+        raise MemoryError(f"direct: no scratch memory to pack the weight of {problem}")
+    return packed
+
+
+def forward_packed(
+    x: Tensor,
+    packed: Tensor,
+    problem: ConvProblem,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation: str | None = None,
+    isa_level: int | None = None,
+) -> Tensor:
+    """activation(y + bias + residual), in the problem's layout, with a weight from `pack` at the same `isa_level`.
+
+    Args:
+        x: (N, C, H, W), any strides.
+        bias: float32 (K,).
+        residual: shaped like y, (N, K, P, Q).
+        activation: "relu", "relu6", "silu" or None.
+
+    Raises:
+        MemoryError: where scratch memory could not be had.
+        ValueError: where a tensor is not what the problem says.
+    """
+    p, form = problem, memory_format(problem)
+    conv, floats = _frozen(p, torch.get_num_threads(), _library.isa() if isa_level is None else isa_level)
+    if packed.shape != (floats,) or packed.dtype != torch.float32 or not packed.is_cpu:
+        raise ValueError(f"a packed weight {packed.dtype} {tuple(packed.shape)} for {p}: {floats} floats are needed")
+    if x.shape != p.x_shape or x.dtype != p.torch_dtype or not x.is_cpu:
+        raise ValueError(f"x {x.dtype} {tuple(x.shape)} for {p}")
+    x = x.resolve_neg().contiguous(memory_format=form)
+    y = torch.empty(p.y_shape, dtype=x.dtype, device="cpu", memory_format=form)
+    epilogue = None
+    if bias is not None or residual is not None or activation is not None:
+        if bias is not None:
+            if bias.shape != (p.K,) or bias.dtype != torch.float32 or not bias.is_cpu:
+                raise ValueError(f"a bias {bias.dtype} {tuple(bias.shape)} for {p}")
+            bias = bias.resolve_neg().contiguous()
+        if residual is not None:
+            if residual.shape != y.shape or residual.dtype != y.dtype or not residual.is_cpu:
+                raise ValueError(f"a residual {residual.dtype} {tuple(residual.shape)} for {p}")
+            residual = residual.resolve_neg().contiguous(memory_format=form)
+        pointers = (None if t is None else t.data_ptr() for t in (bias, residual))
+        epilogue = ctypes.byref(_library.Epilogue(*pointers, _library.ACTIVATIONS[activation], 0))
+    frozen = _function("cs_direct_frozen", 5, ctypes.c_int32)
+    if frozen(conv, x.data_ptr(), packed.data_ptr(), y.data_ptr(), epilogue) != _library.OK:
+        raise MemoryError(f"direct: no scratch memory for {p}")
+    return y
+
+
+# ---- the algorithm --------------------------------------------------------------------------------------------------
+
+
+class Direct(Algorithm):
+    """`params` is not used."""
+
+    name = "direct"
+
+    def why_not(self, problem: ConvProblem) -> str | None:
+        return _why_not(problem)
+
+    def workspace_bytes(self, problem: ConvProblem) -> int:
+        return _library.workspace_bytes("cs_direct_bytes", problem)
+
+    def error_grade(self, problem: ConvProblem) -> Grade:
+        """Measured in float32 on normal data: 2e-7 to 9e-7 up to 512 * 9 terms; weight gradients below 4e-7."""
+        return Grade.DIRECT
+
+    @torch.no_grad()
+    def forward(self, x: Tensor, weight: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
+        return _library.call("cs_direct", x, weight, problem.with_direction(Direction.FORWARD))
+
+    @torch.no_grad()
+    def backward_data(self, grad_y: Tensor, weight: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
+        return _library.call("cs_direct", grad_y, weight, problem.with_direction(Direction.BACKWARD_DATA))
+
+    @torch.no_grad()
+    def backward_weight(self, x: Tensor, grad_y: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
+        return _library.call("cs_direct", x, grad_y, problem.with_direction(Direction.BACKWARD_WEIGHT))
+
+
+ALGORITHMS = (Direct(),)

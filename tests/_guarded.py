@@ -1,0 +1,357 @@
+"""Runs the C kernels' entry points on bare pointers to memory that notices every stray byte, and checks every result.
+
+A program, so that a crash ends a process of its own: `run(...)` starts it, and where it dies says at which case.
+
+    guarded     each buffer lies flush against a page that may not be touched, first with its end, then with its start;
+                operands are read-only; bytes beside the result are compared afterwards
+    heap        each buffer is a block of `malloc` of exactly its size, for a library with the address sanitizer
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import json
+import mmap
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from problems import PROBLEMS, operands_of, random_operands
+from tolerances import FORWARD, WEIGHT_GRADIENT_FACTOR
+from torch import Tensor
+
+from convselect.kernels import BY_NAME, Grade, _library
+from convselect.kernels.reference import Reference
+from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction, conv_problem
+
+CSRC = Path(_library.__file__).parent / "csrc"
+DTYPES = ("float32", "bfloat16", "float16")
+LAYOUTS = (CONTIGUOUS, CHANNELS_LAST)
+ACTIVATIONS = {
+    None: lambda y: y,
+    "relu": torch.relu,
+    "relu6": torch.nn.functional.relu6,
+    "silu": torch.nn.functional.silu,
+}
+# What the kernels' parameters are, by the macro that kernels.h names them with: the integers ahead of the operands.
+TILES = {"CS_OPERANDS": [()], "CS_TILED": [(2,), (4,), (6,)], "CS_TRANSFORM": [(16,), (24,), (32,), (48,), (64,)]}
+
+
+def _table(macro: str) -> str:
+    """The body of a macro of kernels.h."""
+    return re.search(rf"#define {macro}\(X\)((?:.*\\\n)*.*)", (CSRC / "kernels.h").read_text()).group(1)
+
+
+def kernels() -> dict[str, list[tuple[int, ...]]]:
+    """The kernels of kernels.h: name -> the integers to call it with ahead of its operands."""
+    table = _table("CS_KERNELS")
+    entries = re.findall(r"X\((\w+), (\w+), \w+\)", table)
+    assert len(entries) == table.count("X(") > 0
+    return {name: TILES[parameters] for name, parameters in entries}
+
+
+def packed_kernels() -> dict[str, list[tuple[int, ...]]]:
+    """Those that compute a forward with a packed weight: `cs_NAME_frozen`, with `cs_NAME_pack` and
+    `cs_NAME_packed_bytes` beside it, each called with the same integers."""
+    table = _table("CS_PACKED_KERNELS")
+    entries = re.findall(r"X\((\w+_frozen),[\s\\]*\(([^)]*)\)", table)
+    assert len(entries) == len(re.findall(r"\w+_frozen", table)) > 0
+    return {name: TILES["CS_TILED" if "int32_t m" in parameters else "CS_OPERANDS"] for name, parameters in entries}
+
+
+def grade(kernel: str, before: tuple[int, ...], problem: ConvProblem) -> Grade:
+    """The grade that the kernel's algorithm promises: `cs_winograd` with m = 4 is what `winograd4` runs."""
+    algorithm = BY_NAME.get(kernel.removeprefix("cs_").removesuffix("_frozen") + "".join(map(str, before)))
+    return Grade.CLOSE if algorithm is None else algorithm.error_grade(problem)
+
+
+# ---- memory -----------------------------------------------------------------------------------------------------
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.malloc.argtypes, _libc.malloc.restype = (ctypes.c_size_t,), ctypes.c_void_p
+_libc.free.argtypes, _libc.free.restype = (ctypes.c_void_p,), None
+NO_ACCESS, READ, READ_WRITE = 0, mmap.PROT_READ, mmap.PROT_READ | mmap.PROT_WRITE
+CANARY = 0xA5
+BESIDE = 4096
+
+
+class Guarded:
+    """One buffer at a time in a region between two pages that may not be touched."""
+
+    BYTES = 1 << 23
+
+    def __init__(self, at_end: bool) -> None:
+        self.at_end = at_end
+        self._map = mmap.mmap(-1, self.BYTES + 2 * mmap.PAGESIZE)
+        self._start = ctypes.addressof(ctypes.c_char.from_buffer(self._map)) + mmap.PAGESIZE
+        self._protect(self._start - mmap.PAGESIZE, mmap.PAGESIZE, NO_ACCESS)
+        self._protect(self._start + self.BYTES, mmap.PAGESIZE, NO_ACCESS)
+
+    @staticmethod
+    def _protect(address: int, size: int, how: int) -> None:
+        assert _libc.mprotect(address, size, how) == 0, os.strerror(ctypes.get_errno())
+
+    def place(self, size: int) -> int:
+        """The address of `size` bytes that may be written until `lock`."""
+        assert size + BESIDE <= self.BYTES
+        self._protect(self._start, self.BYTES, READ_WRITE)
+        self._size = size
+        self._beside = self._start + (self.BYTES - size - BESIDE if self.at_end else size)
+        ctypes.memset(self._beside, CANARY, BESIDE)
+        return self._start + (self.BYTES - size if self.at_end else 0)
+
+    def lock(self) -> None:
+        self._protect(self._start, self.BYTES, READ)
+
+    def check(self) -> None:
+        assert ctypes.string_at(self._beside, BESIDE) == bytes([CANARY]) * BESIDE, "wrote beside its result"
+
+
+class Heap:
+    """One buffer at a time from `malloc`."""
+
+    def __init__(self) -> None:
+        self._address: int | None = None
+
+    def place(self, size: int) -> int:
+        _libc.free(self._address)
+        self._address = _libc.malloc(size)
+        assert self._address
+        return self._address
+
+    def lock(self) -> None: ...
+
+    def check(self) -> None: ...
+
+
+def at(address: int, shape: Sequence[int], dtype: torch.dtype, layout: str = CONTIGUOUS) -> Tensor:
+    """A tensor over bare memory."""
+    count = 1
+    for size in shape:
+        count *= size
+    flat = torch.frombuffer((ctypes.c_char * (count * dtype.itemsize)).from_address(address), dtype=dtype)
+    if layout == CHANNELS_LAST:
+        N, C, H, W = shape
+        return flat.view(N, H, W, C).permute(0, 3, 1, 2)
+    return flat.view(shape)
+
+
+def placed(memory: Any, values: Tensor, layout: str = CONTIGUOUS) -> int:
+    """Copy `values` into `memory`, read-only from then on; the address."""
+    address = memory.place(values.numel() * values.element_size())
+    at(address, values.shape, values.dtype, layout).copy_(values)
+    memory.lock()
+    return address
+
+
+# ---- problems ---------------------------------------------------------------------------------------------------
+
+
+def random_problems(seed: int, count: int) -> Iterator[ConvProblem]:
+    """Problems of every class the kernels know, of sizes around their block sizes; small enough for a sanitizer."""
+    r = random.Random(seed)
+    while count:
+        G = C = K = 1
+        kind = r.choice(("3x3", "3x3", "depthwise", "depthwise", "grouped", "grouped", "dense", "dense"))
+        shape = r.choice(("plain", "plain", "plain", "plain", "deep", "wide"))  # deep: many channels; wide: long rows
+        H, W = r.randint(1, 40), r.randint(1, 40)
+        if shape == "wide":
+            H, W = r.randint(1, 3), r.randint(50, 600)
+        elif shape == "deep":
+            H, W = r.randint(1, 7), r.randint(1, 7)
+        if kind == "depthwise":
+            G = C = r.choice((2, 3, 5, 7, 8, 9, 15, 16, 17, 24, 31, 33, 40)) * (6 if shape == "deep" else 1)
+            K = C * r.choice((1, 1, 1, 2, 3))
+        elif kind == "grouped":
+            G = r.randint(2, 5)
+            C = G * r.choice((2, 3, 4, 8, 12, 16))
+            K = r.choice((C, C, G * r.choice((1, 2, 4, 7, 8, 16))))
+        else:
+            C, K = (r.choice((1, 2, 3, 4, 7, 8, 9, 16, 17, 31, 33, 64)) for _ in "CK")
+            if shape == "deep":
+                C, K = (r.choice((C, 65, 100, 128, 200, 256, 300)) for C in (C, K))
+        if kind == "3x3":
+            R = S = 3
+        else:
+            R, S = (r.choice((1, 2, 3, 3, 3, 4, 5, 7, 9)) for _ in "RS")
+            S = r.choice((R, S))
+        p = conv_problem(
+            r.choice((1, 1, 2, 3, 5)), C, H, W, K, R, S,
+            direction=r.choice(list(Direction)),
+            stride=1 if kind == "3x3" else r.choice((1, 1, 2, (2, 1), (1, 3))),
+            padding=r.choice((0, 1, 2, (R - 1) // 2, tuple(r.randint(0, 5) for _ in range(4)))),
+            dilation=1 if kind == "3x3" else r.choice((1, 1, 1, 2, (3, 1))),
+            groups=G, dtype=r.choice((*DTYPES, "float32")),
+        )  # fmt: skip
+        if p.P > 0 and p.Q > 0 and p.flops < (3e7 if shape == "deep" else 6e6):
+            count -= 1
+            yield p
+
+
+def listed_problems() -> Iterator[ConvProblem]:
+    for p, direction, dtype in itertools.product(PROBLEMS.values(), Direction, DTYPES):
+        yield p._replace(direction=direction, dtype=dtype)
+
+
+def with_reference(problem: ConvProblem) -> tuple[Tensor, Tensor, Tensor, float]:
+    """Both operands, the float64 result, and the norm that a result of so many random terms is expected to have (that
+    of one result may be near zero by cancellation, and then no measure of anything)."""
+    operands = operands_of(problem, *random_operands(problem))
+    exact = problem._replace(dtype="float64")
+    want = Reference().run(*(t.double() for t in operands), exact)
+    variance = Reference().run(*(t.double().square() for t in operands), exact)
+    return (*operands, want, variance.sum().sqrt().item())
+
+
+# ---- running ----------------------------------------------------------------------------------------------------
+
+
+class Runner:
+    """Calls kernels at every instruction set there is, compares, and counts what ran.
+
+    Args:
+        names: kernels to run.
+        sides: for guarded memory, whether buffers lie at the end of their region; None for the heap.
+        progress: file that holds the case being run.
+    """
+
+    def __init__(self, names: Sequence[str], sides: Sequence[bool | None], progress: str) -> None:
+        self._kernels = {name: tiles for name, tiles in {**kernels(), **packed_kernels()}.items() if name in names}
+        assert len(self._kernels) == len(names)
+        loaded = _library.library()
+        assert loaded is not None
+        self._levels = range(loaded.cs_best_isa() + 1)
+        self._functions = {(k, b): _library._function(k, len(b)) for k, tiles in self._kernels.items() for b in tiles}
+        self._memories = [[Heap() if side is None else Guarded(side) for _ in range(6)] for side in sides]
+        self._progress = os.open(progress, os.O_WRONLY | os.O_CREAT)
+        self.ran: Counter[str] = Counter()
+        self.wrong: list[str] = []
+
+    def _packed(self, name: str, before: tuple[int, ...], conv: Any, weight: int, memory: Any) -> int | None:
+        """The address of the packed weight; None where the kernel does not apply."""
+        loaded, pointer = _library.library(), ctypes.c_void_p
+        assert loaded is not None
+        size, pack = (loaded[name.replace("_frozen", suffix)] for suffix in ("_packed_bytes", "_pack"))
+        size.argtypes, size.restype = (pointer, *(ctypes.c_int32,) * len(before)), ctypes.c_int64
+        pack.argtypes = (*size.argtypes, pointer, pointer)
+        count = size(ctypes.addressof(conv), *before)
+        if count < 0:
+            return None
+        address = memory.place(count)
+        ctypes.memset(address, 0xFF, count)
+        assert pack(ctypes.addressof(conv), *before, weight, address) == _library.OK
+        memory.check()
+        memory.lock()
+        return address
+
+    def run(self, problem: ConvProblem, layouts: Sequence[tuple[str, str]], threads: int) -> None:
+        p = problem
+        a, b, want, scale = with_reference(p)
+        generator = torch.Generator().manual_seed(1)
+        bias = torch.randn(p.K, generator=generator)
+        residual = torch.randn(p.y_shape, generator=generator).to(p.torch_dtype)
+        activation = list(ACTIVATIONS)[(p.C + p.H + p.K) % 4]
+        wants = [want]
+        if p.direction == Direction.FORWARD:
+            wants.append(ACTIVATIONS[activation](want + bias.double()[:, None, None] + residual.double()))
+        for memory, (a_layout, b_layout) in itertools.product(self._memories, layouts):
+            result_layout = CONTIGUOUS if p.direction == Direction.BACKWARD_WEIGHT else a_layout
+            conv = _library._conv(p, a_layout, b_layout, threads, 0)
+            epilogue = _library.Epilogue(
+                placed(memory[3], bias), placed(memory[4], residual, a_layout), _library.ACTIVATIONS[activation], 0
+            )
+            a_at, b_at = placed(memory[0], a, a_layout), placed(memory[1], b, b_layout)
+            for (name, before), function in self._functions.items():
+                for level, fused in itertools.product(self._levels, range(len(wants))):
+                    conv.isa = level
+                    what = (
+                        f"{name}{before or ''} isa={level} {a_layout}/{b_layout} threads={threads}"
+                        f" {'with epilogue' if fused else ''} {p}"
+                    )
+                    os.pwrite(self._progress, what.encode().ljust(500), 0)
+                    second: int | None = b_at
+                    if name.endswith("_frozen"):
+                        forward = p.direction == Direction.FORWARD
+                        second = self._packed(name, before, conv, b_at, memory[5]) if forward else None
+                        if second is None:
+                            continue
+                    out = memory[2].place(want.numel() * p.element_bytes)
+                    ctypes.memset(out, 0xFF, want.numel() * p.element_bytes)  # NaN in every element type
+                    status = function(
+                        ctypes.addressof(conv),
+                        *before,
+                        a_at,
+                        second,
+                        out,
+                        ctypes.addressof(epilogue) if fused else None,
+                    )
+                    assert status in (_library.OK, _library.UNSUPPORTED), f"{what}: status {status}"
+                    if status == _library.UNSUPPORTED:
+                        continue
+                    self.ran[f"{name}{before or ''} {p.direction} {p.dtype} isa={level}"] += 1
+                    memory[2].check()
+                    got = at(out, want.shape, p.torch_dtype, result_layout).double()
+                    # An epilogue's result is rounded once more, so its own size counts as well.
+                    size = max(scale, wants[1].norm().item()) if fused else scale
+                    error = (got - wants[fused]).norm().item() / max(size, 1e-30)
+                    # The table speaks of root mean squares over many elements; a few may all round the worst way.
+                    bound = FORWARD[p.dtype, grade(name, before, p)] * (1 if got.numel() > 64 else 2)
+                    if not error <= bound * (WEIGHT_GRADIENT_FACTOR if p.direction == Direction.BACKWARD_WEIGHT else 1):
+                        self.wrong.append(f"{what}: relative error {error:.2e} over {bound:.1e}")
+
+
+def main(spec: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    runner = Runner(spec["kernels"], spec["sides"], spec["progress"])
+    pairs = list(itertools.product(LAYOUTS, LAYOUTS))
+    for i, problem in enumerate(random_problems(spec["seed"], spec["random"])):
+        runner.run(problem, [pairs[i % 4]], 1 + i % 3)
+    if spec["listed"]:
+        for i, problem in enumerate(listed_problems()):
+            runner.run(problem, pairs if spec["listed"] == "all layouts" else [pairs[i % 4]], 1 + i % 2)
+    print(json.dumps({"ran": runner.ran, "wrong": runner.wrong}))
+
+
+def run(environment: dict[str, str] | None = None, **spec: Any) -> dict[str, int]:
+    """Run cases in a process of their own; how often each kernel ran, by direction, element type and instruction set.
+
+    Args:
+        environment: added to this process's.
+        kernels, sides: as `Runner` has them.
+        random, seed: how many random problems, and from which seed.
+        listed: "" (none), "one layout" or "all layouts": the problems of tests/problems.py.
+
+    Raises:
+        AssertionError: where the process died, by a signal or by a sanitizer's report, or where a result is wrong.
+    """
+    with tempfile.NamedTemporaryFile() as progress:
+        child = subprocess.run(
+            [sys.executable, __file__, json.dumps({**spec, "progress": progress.name})],
+            # Threads sleep while they wait: the machine may have fewer cores than a case has threads.
+            env={**os.environ, "OMP_WAIT_POLICY": "passive", **(environment or {})},
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        case = Path(progress.name).read_text().strip()
+    if child.returncode != 0:
+        how = signal.Signals(-child.returncode).name if child.returncode < 0 else f"exit status {child.returncode}"
+        raise AssertionError(f"{how} at: {case}\n{child.stderr[-6000:]}")
+    result = json.loads(child.stdout.splitlines()[-1])
+    assert not result["wrong"], "\n".join([f"{len(result['wrong'])} wrong results", *result["wrong"][:20]])
+    return result["ran"]
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
