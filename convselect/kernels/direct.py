@@ -154,6 +154,11 @@ class Direct(Algorithm):
         """Measured in float32 on normal data: 2e-7 to 9e-7 up to 512 * 9 terms; weight gradients below 4e-7."""
         return Grade.DIRECT
 
+    def run_checked(
+        self, a: Tensor, b: Tensor, problem: ConvProblem, params: Params = None, bias: Tensor | None = None
+    ) -> Tensor | None:
+        return _library.call_checked("cs_direct", a, b, problem, bias=bias)
+
     @torch.no_grad()
     def forward(self, x: Tensor, weight: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
         return _library.call("cs_direct", x, weight, problem.with_direction(Direction.FORWARD))
