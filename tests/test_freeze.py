@@ -365,10 +365,8 @@ def test_precision_budget(precision):
         report = convselect.freeze(model, x)
         assert distance(model(x), eager(model, x)) < CONV
     names = {name for part in report.chosen.values() for name in part.values()}
-    if precision == "exact":
-        assert not names & {"winograd4", "winograd6"}
-    if precision != "fast":
-        assert "winograd6" not in names
+    # In float32 all of Winograd in C is within "native", so that only "exact" keeps something out.
+    assert precision != "exact" or not names & {"winograd4", "winograd6"}
 
 
 # ---- weights that change -------------------------------------------------------------------------------------------

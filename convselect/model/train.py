@@ -46,7 +46,7 @@ SLOWER = 1.02
 MIN_PROBLEMS_PER_DTYPE = 30
 """An element type with fewer measured problems is declined at run time."""
 
-PLAN_COST_US = {Direction.FORWARD: 20.0, Direction.BACKWARD_DATA: 30.0, Direction.BACKWARD_WEIGHT: 30.0}
+PLAN_COST_US = {Direction.FORWARD: 25.0, Direction.BACKWARD_DATA: 60.0, Direction.BACKWARD_WEIGHT: 60.0}
 """What running through a plan costs beyond the algorithm itself: `python -m benchmarks.overhead` prints it. It is what
 decides on tiny problems."""
 
