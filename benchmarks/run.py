@@ -206,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.seconds = options.seconds or 1.5
         result, right = run_kernels(options, console)
     if options.out:
-        arguments = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
+        arguments = {name: value.name if isinstance(value, Path) else value for name, value in vars(options).items()}
         Path(options.out).write_text(
             json.dumps({"environment": env, "arguments": arguments, **result}, indent=1) + "\n"
         )

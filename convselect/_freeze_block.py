@@ -57,9 +57,7 @@ class Kernel(NamedTuple):
 
 DIRECT = Kernel("direct", "cs_direct_frozen", (), direct.pack)
 KERNELS = (
-    Kernel("winograd2", "cs_winograd", (2,)),
-    Kernel("winograd4", "cs_winograd", (4,)),
-    Kernel("winograd6", "cs_winograd", (6,)),
+    *(Kernel(f"winograd{m}", "cs_winograd", (m,)) for m in (2, 3, 4, 5, 6, 7)),
     Kernel("depthwise", "cs_depthwise"),
     Kernel("grouped", "cs_grouped"),
     DIRECT,

@@ -12,13 +12,19 @@ from convselect._warnings import warn_once
 if TYPE_CHECKING:
     from convselect.model.inference import Predictor
 
+IDLE_CALLS = 1000
+"""So many convolutions in a row that asked for no prediction end the first pass: the model is released."""
+
 _lock = threading.Lock()
 _loaded: Predictor | None = None
 _failed = False
+_idle = 0
 
 
 def get() -> Predictor | None:
     """The predictor for this machine, or None: then native is chosen, and one warning has said why."""
+    global _idle
+    _idle = 0
     if _loaded is not None or _failed:
         return _loaded
     return _load()
@@ -51,8 +57,20 @@ def _load() -> Predictor | None:
     return _loaded
 
 
+def tick() -> None:
+    """Count a convolution that runs a chosen algorithm; unloads the model at the `IDLE_CALLS`th without a prediction.
+
+    Two threads may lose a count between them, which is of no consequence.
+    """
+    global _idle
+    _idle += 1
+    if _idle >= IDLE_CALLS and _loaded is not None:
+        unload()
+
+
 def unload() -> None:
-    """Release the model's memory. Choices already made stay; a new problem loads the model again."""
+    """Release the model's memory. Choices already made stay; a new problem loads the model again. Happens by itself
+    once `IDLE_CALLS` convolutions in a row needed no prediction."""
     global _loaded, _failed
     with _lock:
         _loaded, _failed = None, False

@@ -379,6 +379,7 @@ def _execute(
     bias: Tensor | None = None,
 ) -> Tensor:
     """Run the chosen algorithm on its operands. The automatic choice falls back to native; a forced one raises."""
+    _predictor.tick()
     algorithm = BY_NAME[choice.algorithm]
     try:
         result = _without_autocast(algorithm.run_checked, a, b, problem, choice.params, bias)

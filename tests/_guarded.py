@@ -44,7 +44,11 @@ ACTIVATIONS = {
     "silu": torch.nn.functional.silu,
 }
 # What the kernels' parameters are, by the macro that kernels.h names them with: the integers ahead of the operands.
-TILES = {"CS_OPERANDS": [()], "CS_TILED": [(2,), (4,), (6,)], "CS_TRANSFORM": [(16,), (24,), (32,), (48,), (64,)]}
+TILES = {
+    "CS_OPERANDS": [()],
+    "CS_TILED": [(m,) for m in (2, 3, 4, 5, 6, 7)],
+    "CS_TRANSFORM": [(16,), (24,), (32,), (48,), (64,)],
+}
 
 
 def _table(macro: str) -> str:

@@ -85,8 +85,8 @@ def test_forced():
     with pytest.raises(NotApplicable) as error:
         choose(CONV1, BY_NAME, used)
     assert BY_NAME["winograd4"].why_not(CONV1) in str(error.value)
-    with pytest.raises(ValueError, match=r"unknown policy 'winograd5'.*winograd4"):
-        choose(CONV3, BY_NAME, _intern("winograd5", "native", 0))
+    with pytest.raises(ValueError, match=r"unknown policy 'winograd1'.*winograd4"):
+        choose(CONV3, BY_NAME, _intern("winograd1", "native", 0))
 
 
 def test_same_as_native_is_skipped_automatically_and_runs_when_forced():

@@ -31,6 +31,7 @@ NOT_FOR = {
     ("depthwise", "float64"),
     ("direct", "float64"),
     ("grouped", "float64"),
+    *((f"winograd{m}", "float64") for m in (3, 5, 7)),
 }
 every_algorithm = pytest.mark.parametrize("algorithm", POOL, ids=lambda a: a.name)
 every_direction = pytest.mark.parametrize("direction", list(Direction), ids=str)

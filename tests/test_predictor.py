@@ -115,3 +115,24 @@ def test_a_forced_policy_loads_nothing(monkeypatch):
     monkeypatch.setattr(_predictor, "_load", lambda: pytest.fail("the model was loaded"))
     convselect.conv2d(X, W, padding=1, policy="im2col_gemm")
     convselect.conv2d(X, W, padding=1, policy="native")
+
+
+def test_the_model_goes_by_itself_when_no_new_problem_comes(monkeypatch):
+    monkeypatch.setattr(_predictor, "IDLE_CALLS", 10)
+
+    def forced_calls(count):
+        for _ in range(count):
+            convselect.conv2d(X, W, padding=1, policy="im2col_gemm")
+
+    with torch.no_grad():
+        convselect.conv2d(X, W, padding=1)
+        forced_calls(8)
+        assert _predictor._loaded is not None
+        convselect.conv2d(torch.randn(1, 8, 13, 12), W, padding=1)  # a new problem: the count begins again
+        assert _predictor._idle <= 1  # 1 where the new problem's own algorithm ran and was counted
+        forced_calls(8)
+        assert _predictor._loaded is not None
+        forced_calls(2)
+        assert _predictor._loaded is None
+        convselect.conv2d(torch.randn(1, 8, 14, 12), W, padding=1)
+        assert _predictor._loaded is not None
