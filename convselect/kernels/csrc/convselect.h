@@ -46,6 +46,17 @@ typedef struct {
     int32_t reserved;
 } cs_epilogue;
 
+/* A depthwise convolution's neighbours in a block: y = pointwise(depthwise(pointwise(x))). */
+typedef struct {
+    const float *expand;      /* (D, C, 1, 1) packed by cs_direct_pack; NULL: none, and x is the depthwise one's */
+    const float *expand_bias; /* D values; NULL: none */
+    const float *taps;        /* (D, 1, R, S) packed by cs_depthwise_pack */
+    const float *taps_bias;   /* D values; NULL: none */
+    const float *project;     /* (K, D, 1, 1) packed by cs_direct_pack */
+    int64_t C, K;             /* channels of x and y */
+    int32_t expand_activation, taps_activation;
+} cs_block;
+
 #if defined(__GNUC__)
 #define CS_EXPORT __attribute__((visibility("default")))
 #else

@@ -142,3 +142,4 @@ static int supported(const cs_conv *conv) { return conv->isa >= CS_ISA_BASE && c
 CS_KERNELS(CS_DEFINE)
 CS_QUERIES(CS_DEFINE_QUERY)
 CS_PACKED_KERNELS(CS_DEFINE)
+CS_BLOCK_KERNELS(CS_DEFINE)
