@@ -49,10 +49,12 @@ ALLOWED = {
     "_freeze_block": {"choose", "kernels", "problem", "settings", "timing"},  # freeze
     "_freeze_conv": {"_calls", "_freeze_block", "_freeze_trace", "kernels", "problem", "settings"},  # freeze
     "_freeze_linear": {"_freeze_block", "_freeze_trace", "kernels", "problem", "settings"},  # freeze
+    "_freeze_residual": {"_freeze_block", "_freeze_conv", "_freeze_trace", "kernels", "problem", "settings"},  # freeze
     "_freeze_plan": {
         "_freeze_block",
         "_freeze_conv",
         "_freeze_linear",
+        "_freeze_residual",
         "_freeze_trace",
         "_lru",
         "problem",

@@ -53,6 +53,18 @@ class Epilogue(ctypes.Structure):
     )
 
 
+class Block(ctypes.Structure):
+    """`cs_block` of csrc/convselect.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("expand", "expand_bias", "taps", "taps_bias", "project")),
+        ("C", ctypes.c_int64),
+        ("K", ctypes.c_int64),
+        ("expand_activation", ctypes.c_int32),
+        ("taps_activation", ctypes.c_int32),
+    )
+
+
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The loaded library; None where there is none, it is switched off, or it is of another version of the package.

@@ -49,6 +49,8 @@
       (const cs_conv *conv, const cs_block *block, const float *x, float *y, const cs_epilogue *epilogue),          \
       (conv, block, x, y, epilogue))
 
+#define CS_BLOCK_QUERIES(X) X(cs_block_bytes, (const cs_conv *conv, const cs_block *block), (conv, block))
+
 #define CS_DECLARE_AS(type, name, parameters) \
     type name##_base parameters;              \
     type name##_avx2 parameters;              \
@@ -59,5 +61,6 @@ CS_KERNELS(CS_DECLARE)
 CS_QUERIES(CS_DECLARE_QUERY)
 CS_PACKED_KERNELS(CS_DECLARE)
 CS_BLOCK_KERNELS(CS_DECLARE)
+CS_BLOCK_QUERIES(CS_DECLARE_QUERY)
 
 #endif
