@@ -34,7 +34,7 @@ from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, canonical
 from convselect.settings import Settings
 
 NAME = "block"
-_ROUNDS = 7
+_ROUNDS = 15
 _DEADLINE_S = 0.25
 _TOLERANCE = 1.2e-5  # three layers of a direct sum's
 
