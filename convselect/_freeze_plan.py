@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from convselect._freeze_block import Candidate, FrozenLayer, OtherForm, Run, distance, timed
 from convselect._freeze_conv import FrozenConv
 from convselect._freeze_linear import FrozenLinear
+from convselect._freeze_pool import mean_of
 from convselect._freeze_residual import Fused, blocks, fuse
 from convselect._freeze_trace import Step, Traced, is_boundary, keeps_no_view
 from convselect._lru import Entry
@@ -331,7 +332,9 @@ def _bound(step: Step, root: nn.Module) -> Callable[..., Any]:
     if step.kind == "module":
         module = root.get_submodule(step.target)
         # Without hooks a call is its forward; that none were added is checked at every call of the whole.
-        return module if is_boundary(module) else module.forward
+        if is_boundary(module):
+            return module
+        return mean_of(module) or module.forward
     if step.kind == "method":
         name = step.target
         return lambda self, *args, **kwargs: getattr(self, name)(*args, **kwargs)

@@ -50,10 +50,12 @@ ALLOWED = {
     "_freeze_conv": {"_calls", "_freeze_block", "_freeze_trace", "kernels", "problem", "settings"},  # freeze
     "_freeze_linear": {"_freeze_block", "_freeze_trace", "kernels", "problem", "settings"},  # freeze
     "_freeze_residual": {"_freeze_block", "_freeze_conv", "_freeze_trace", "kernels", "problem", "settings"},  # freeze
+    "_freeze_pool": {"kernels"},  # freeze
     "_freeze_plan": {
         "_freeze_block",
         "_freeze_conv",
         "_freeze_linear",
+        "_freeze_pool",
         "_freeze_residual",
         "_freeze_trace",
         "_lru",

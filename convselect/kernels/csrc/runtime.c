@@ -120,6 +120,18 @@ int64_t cs_scratch_bytes(void) {
     return total;
 }
 
+/* ---- pooling ---------------------------------------------------------------------------------------------------- */
+
+/* Too little work for instruction sets to show: what counts is that little code has to be fetched for it. */
+void cs_mean(const float *x, int64_t N, int64_t pixels, int64_t C, float *y) {
+    for (int64_t n = 0; n < N; n++, y += C) {
+        memset(y, 0, (size_t)(4 * C));
+        for (int64_t p = 0; p < pixels; p++, x += C)
+            for (int64_t c = 0; c < C; c++) y[c] += x[c];
+        for (int64_t c = 0; c < C; c++) y[c] /= (float)pixels;
+    }
+}
+
 /* ---- entry points: one line per kernel in kernels.h ------------------------------------------------------------- */
 
 static int supported(const cs_conv *conv) { return conv->isa >= CS_ISA_BASE && conv->isa <= best_isa; }
