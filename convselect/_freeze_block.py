@@ -39,8 +39,8 @@ ONEDNN_ACTIVATIONS: dict[str | None, tuple[str, list[float], str]] = {
 _ROUNDS = 15
 _FAR_OFF = 1.4  # slower by more than this in two calls: not timed again
 _DEADLINE_S = 0.25
-# By itself a call finds the memory of its last result in the caches; among other layers only what was laid out beforehand
-# does.
+# By itself a call finds the memory of its last result in the caches; among other layers only what was laid out
+# beforehand does.
 _NEW_MEMORY = 1.1
 
 

@@ -1,5 +1,7 @@
-"""A global average pool of NHWC images in one small loop. Among other layers, with nothing of it in the caches, PyTorch's
-takes ten times as long as by itself, up to a fiftieth of a small network."""
+"""A global average pool of NHWC images in one small loop.
+
+Among other layers, with nothing of it in the caches, PyTorch's takes ten times as long as by itself.
+"""
 
 from __future__ import annotations
 

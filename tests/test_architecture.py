@@ -45,7 +45,7 @@ ALLOWED = {
     "layer": {"dispatch"},
     "convert": {"dispatch", "layer"},
     "_freeze_trace": {"layer"},  # freeze
-    "_freeze_watch": set(),  # freeze
+    "_freeze_watch": {"kernels"},  # freeze
     "_freeze_block": {"choose", "kernels", "problem", "settings", "timing"},  # freeze
     "_freeze_conv": {"_calls", "_freeze_block", "_freeze_trace", "kernels", "problem", "settings"},  # freeze
     "_freeze_linear": {"_freeze_block", "_freeze_trace", "kernels", "problem", "settings"},  # freeze

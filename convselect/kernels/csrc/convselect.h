@@ -67,6 +67,9 @@ CS_EXPORT int32_t cs_abi(void);
 CS_EXPORT int32_t cs_best_isa(void);
 CS_EXPORT void cs_free_scratch(void);       /* gives back what the calling thread keeps */
 CS_EXPORT int64_t cs_scratch_bytes(void);   /* what the calling thread keeps or holds */
+/* For noticing changes: whether each of these words has this value, and the sum of some words. */
+CS_EXPORT int32_t cs_same(const void *const *words, const uint64_t *values, int64_t count);
+CS_EXPORT uint64_t cs_sum(const void *words, int64_t count);
 /* y (N, C) = the mean over the pixels of x (N, pixels, C). */
 CS_EXPORT void cs_mean(const float *x, int64_t N, int64_t pixels, int64_t C, float *y);
 

@@ -120,6 +120,26 @@ int64_t cs_scratch_bytes(void) {
     return total;
 }
 
+/* ---- noticing changes -------------------------------------------------------------------------------------------- */
+
+static uint64_t word_at(const void *p) { /* of any alignment */
+    uint64_t word;
+    memcpy(&word, p, 8);
+    return word;
+}
+
+int32_t cs_same(const void *const *words, const uint64_t *values, int64_t count) {
+    uint64_t other = 0; /* without branches, so that all are on their way from memory at the same time */
+    for (int64_t i = 0; i < count; i++) other |= word_at(words[i]) ^ values[i];
+    return other == 0;
+}
+
+uint64_t cs_sum(const void *words, int64_t count) {
+    uint64_t sum = 0;
+    for (int64_t i = 0; i < count; i++) sum += word_at((const char *)words + 8 * i);
+    return sum;
+}
+
 /* ---- pooling ---------------------------------------------------------------------------------------------------- */
 
 /* Too little work for instruction sets to show: what counts is that little code has to be fetched for it. */
