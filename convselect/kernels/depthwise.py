@@ -7,8 +7,10 @@
 
 Libraries fall off a cliff where a kernel is large, in a weight gradient from 5x5 on; here one register tiling serves
 all sizes. Source of the blocking: Georganas et al., "Anatomy of High-Performance Deep Learning Convolutions on SIMD
-Architectures", SC 2018. 16-bit operands are widened as they are copied, summed in float32 and rounded once. Without
-the C library, problems are posed so that native computes them fast (`_depthwise_torch.py`).
+Architectures", SC 2018. Float32 images in channels_last order under kernels of 3 or 5 columns are read where they lie
+(csrc/depthwise_rows.inc), others are copied to a slab; frozen weights may be packed once (`pack`). 16-bit operands are
+widened as they are copied, summed in float32 and rounded once. Without the C library, problems are posed so that native
+computes them fast (`_depthwise_torch.py`).
 """
 
 from __future__ import annotations
