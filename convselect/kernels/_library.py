@@ -18,7 +18,7 @@ from torch import Tensor
 
 from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction, layout_of
 
-ABI = 1
+ABI = 2
 OK, NO_MEMORY, UNSUPPORTED, NONFINITE = range(4)
 ISAS = {"base": 0, "avx2": 1, "avx512": 2}
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
