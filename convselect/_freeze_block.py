@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from convselect.choose import GRADE_OF_PRECISION
-from convselect.kernels import BY_NAME, Algorithm, Grade, _library, direct
+from convselect.kernels import BY_NAME, Algorithm, Grade, _library, depthwise, direct
 from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem
 from convselect.settings import Settings
 from convselect.timing import Timing, interleaved
@@ -36,9 +36,12 @@ ONEDNN_ACTIVATIONS: dict[str | None, tuple[str, list[float], str]] = {
     None: ("none", [], ""), "relu": ("relu", [], ""), "relu6": ("hardtanh", [0.0, 6.0], ""), "silu": ("swish", [], ""),
     "gelu": ("gelu", [], "none"),
 }  # fmt: skip
-_ROUNDS = 7
+_ROUNDS = 15
 _FAR_OFF = 1.4  # slower by more than this in two calls: not timed again
 _DEADLINE_S = 0.25
+# By itself a call finds the memory of its last result in the caches; among other layers only what was laid out
+# beforehand does.
+_NEW_MEMORY = 1.1
 
 
 class OtherForm(Exception):
@@ -56,9 +59,11 @@ class Kernel(NamedTuple):
 
 
 DIRECT = Kernel("direct", "cs_direct_frozen", (), direct.pack)
+DEPTHWISE = Kernel("depthwise", "cs_depthwise")
+DEPTHWISE_PACKED = Kernel("depthwise", "cs_depthwise_frozen", (), depthwise.pack)
 KERNELS = (
     *(Kernel(f"winograd{m}", "cs_winograd", (m,)) for m in (2, 3, 4, 5, 6, 7)),
-    Kernel("depthwise", "cs_depthwise"),
+    DEPTHWISE,
     Kernel("grouped", "cs_grouped"),
     DIRECT,
 )
@@ -188,6 +193,13 @@ class FrozenLayer(ABC):
             found = self._packs[key] = ([make()], make, in_place)
         return found[0]
 
+    def packed_for(self, kernel: Kernel, problem: ConvProblem) -> Tensor:
+        """The weight as this kernel wants it: always the same memory."""
+        pack = kernel.pack
+        assert pack is not None
+        key, shape = pack_key(kernel, problem), problem.weight_shape
+        return self.packed(key, lambda: pack(self.weight.view(shape), problem), in_place=True)[0]  # type: ignore[no-any-return]
+
     def keep(self, keys: Collection[Hashable]) -> None:
         """Forget what is packed under other keys."""
         self._packs = {key: entry for key, entry in self._packs.items() if key in keys}
@@ -206,12 +218,14 @@ class FrozenLayer(ABC):
             if not _admitted(algorithm, problem, settings):
                 continue
             grade = algorithm.error_grade(problem)
-            key = None if kernel.pack is None else (kernel.name, problem.layout, problem.dtype, problem.threads)
-            bind = self._bound_kernel(kernel, key, problem, x, y)
+            if kernel is DEPTHWISE and depthwise.packed_floats(problem) is not None:
+                kernel = DEPTHWISE_PACKED
+            key = None if kernel.pack is None else pack_key(kernel, problem)
+            bind = self._bound_kernel(kernel, problem, x, y)
             found.append(Candidate(kernel.algorithm, grade, bind, key, True, algorithm.spreads_nonfinite))
         return found
 
-    def _bound_kernel(self, kernel: Kernel, key: Hashable, problem: ConvProblem, x_form: Form, y_form: Form) -> Any:
+    def _bound_kernel(self, kernel: Kernel, problem: ConvProblem, x_form: Form, y_form: Form) -> Any:
         """A kernel on structures and pointers that are made once."""
         function = _library._function(kernel.name, len(kernel.before))
         conv = ctypes.byref(_library._conv(problem, problem.layout, CONTIGUOUS, problem.threads, _library.isa()))
@@ -234,11 +248,7 @@ class FrozenLayer(ABC):
 
         def bind(fixed_x: Tensor | None, fixed_residual: Tensor | None, fixed_out: Tensor | None) -> Run:
             # Packed here, so that a candidate that is never tried costs nothing.
-            prepared = self.weight
-            if pack is not None:
-                prepared = self.packed(
-                    key, lambda: pack(self.weight.view(problem.weight_shape), problem), in_place=True
-                )[0]
+            prepared = self.weight if pack is None else self.packed_for(kernel, problem)
             weight = pointer(prepared.data_ptr())
             # The structure belongs to this function alone: its residual changes from call to call.
             epilogue = _library.Epilogue(None if bias is None else bias.data_ptr(), None, code, 0)
@@ -307,11 +317,16 @@ class FrozenLayer(ABC):
                 others = [candidate for name, candidate in candidates.items() if name != "native"]
                 runs |= _agreeing(others, x, residual, reference)
                 functions = {name: functools.partial(run, x, residual) for name, run in runs.items()}
-                chosen = fastest(functions, _ROUNDS, _DEADLINE_S) if len(runs) > 1 else "native"
+                handicaps = {name: _NEW_MEMORY for name in runs if not candidates[name].writes_out}
+                chosen = fastest(functions, _ROUNDS, _DEADLINE_S, handicaps) if len(runs) > 1 else "native"
         if measure and known is None:
             remembered[key] = remembered[sizeless] = chosen
-        self.keep({*self._held, candidates[chosen].pack})
+        self.settle(candidates[chosen].pack)
         return candidates[chosen], runs[chosen](x, residual)
+
+    def settle(self, pack: Hashable) -> None:
+        """Keep of the packed weights only this one and those that plans use."""
+        self.keep({*self._held, pack})
 
     def hold(self, keys: Collection[Hashable]) -> None:
         """Say which packed weights plans use: those are kept, the rest goes."""
@@ -319,13 +334,23 @@ class FrozenLayer(ABC):
         self.keep(self._held)
 
 
-def fastest(functions: Mapping[str, Callable[[], Any]], rounds: int, deadline_s: float) -> str:
-    """The name of the function that takes least."""
+def pack_key(kernel: Kernel, problem: ConvProblem) -> Hashable:
+    return (kernel.name, problem.layout, problem.dtype, problem.threads)
+
+
+def fastest(
+    functions: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    deadline_s: float,
+    handicaps: Mapping[str, float] | None = None,
+) -> str:
+    """The name of the function that takes least, its time multiplied by its handicap."""
     first = timed(functions, 2, deadline_s)
     least = min(timing.min_us for timing in first.values())
     close = {name: function for name, function in functions.items() if first[name].min_us < _FAR_OFF * least}
     timings = timed(close, rounds, deadline_s)
-    return min(timings, key=lambda name: timings[name].p20_us)
+    handicaps = handicaps or {}
+    return min(timings, key=lambda name: timings[name].min_us * handicaps.get(name, 1.0))
 
 
 def timed(functions: Mapping[str, Callable[[], Any]], rounds: int, deadline_s: float) -> dict[str, Timing]:

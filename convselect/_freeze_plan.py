@@ -2,13 +2,15 @@
 
 Planning walks through the steps on real values, lets every convolution choose among its candidates, and does so once
 for NCHW and once for NHWC between the layers; whichever program is faster from end to end stays, and neither if the
-model itself is.
+model itself is. In NHWC, blocks of three convolutions may run as one call.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,9 +20,11 @@ from torch.utils import _pytree as pytree
 from convselect._freeze_block import Candidate, FrozenLayer, OtherForm, Run, distance, timed
 from convselect._freeze_conv import FrozenConv
 from convselect._freeze_linear import FrozenLinear
+from convselect._freeze_pool import mean_of
+from convselect._freeze_residual import Fused, blocks, fuse
 from convselect._freeze_trace import Step, Traced, is_boundary, keeps_no_view
 from convselect._lru import Entry
-from convselect.problem import CHANNELS_LAST, CONTIGUOUS
+from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem
 from convselect.settings import Settings
 
 _ROUNDS = 9
@@ -45,13 +49,40 @@ class Program:
                 self.layers[step] = FrozenLinear(step.target)
             else:
                 self.functions[step] = _bound(step, root)
-        self.last_use: dict[fx.Node, int] = {}
+        self.last_use = self._last_use()
+        self.reusable = self._reusable()
+
+    def _last_use(self) -> dict[fx.Node, int]:
+        last_use: dict[fx.Node, int] = {}
         for i, step in enumerate(self.steps):
             for node in _nodes((step.args, step.kwargs)):
-                self.last_use[node] = i
-        for node in _nodes(traced.result):
-            self.last_use[node] = len(self.steps)
-        self.reusable = self._reusable()
+                last_use[node] = i
+        for node in _nodes(self.traced.result):
+            last_use[node] = len(self.steps)
+        return last_use
+
+    def blocks(self) -> list[tuple[Step, ...]]:
+        """What may run as one call: see `_freeze_residual.blocks`."""
+        users: dict[fx.Node, list[Step | None]] = {}
+        for step in self.steps:
+            for node in _nodes((step.args, step.kwargs)):
+                users.setdefault(node, []).append(step)
+        for node in _nodes(self.traced.result):
+            users.setdefault(node, []).append(None)
+        whole = {step: layer for step, layer in self.layers.items() if getattr(step.target, "permuted", None) is None}
+        return list(blocks(self.steps, whole, users))
+
+    def with_blocks(self, fused: list[Fused]) -> tuple[Program, dict[Step, Candidate]]:
+        """A program in which each of these blocks is one step, and the candidates of those steps."""
+        program, one = copy.copy(self), {}
+        inner = {step for block in fused for step in block.steps[:-1]}
+        for block in fused:
+            first, last = block.steps[0], block.steps[-1]
+            one[last] = Step(last.out, last.kind, last.target, (first.args[0], *last.args[1:]))
+        program.steps = [one.get(step, step) for step in self.steps if step not in inner]
+        program.layers = {one.get(step, step): layer for step, layer in self.layers.items() if step not in inner}
+        program.last_use = program._last_use()
+        return program, {one[block.steps[-1]]: block.candidate for block in fused}
 
     @property
     def finite(self) -> bool:
@@ -179,6 +210,7 @@ def _plan(
     values: dict[fx.Node, Any] = dict(zip(traced.inputs, args, strict=True))
     candidates: dict[Step, Candidate] = {}
     shapes: dict[fx.Node, Tensor] = {}
+    problems: dict[Step, ConvProblem | None] = {}
     for i, step in enumerate(program.steps):
         operands = fx.map_arg(step.args, values.__getitem__)
         if step in program.layers:
@@ -188,7 +220,10 @@ def _plan(
             forth, back = _permutations(step)
             if residual is not None:
                 residual = back(residual)
-            candidate, y = program.layers[step].choose(x, residual, layout, settings, remembered, measure)
+            layer = program.layers[step]
+            problem = layer.problem(x)
+            problems[step] = None if problem is None else problem._replace(layout=layout)
+            candidate, y = layer.choose(x, residual, layout, settings, remembered, measure)
             candidates[step], values[step.out] = candidate, forth(y)
             shapes[step.out] = torch.empty_strided(y.shape, y.stride(), dtype=y.dtype, device="meta")
         else:
@@ -197,10 +232,23 @@ def _plan(
             if program.last_use[node] == i:
                 values.pop(node, None)
     plan = Plan(layout)
+    running, runs = program, candidates
+    if layout == CHANNELS_LAST:
+        found = [
+            fuse(steps, program.layers, problems, candidates, settings, remembered, measure)
+            for steps in program.blocks()
+        ]
+        fused = [block for block in found if block is not None]
+        if fused:
+            for block in fused:
+                for step, pack in zip(block.steps, block.packs, strict=True):
+                    candidates[step] = replace(block.candidate, pack=pack)
+            running, one = program.with_blocks(fused)
+            runs = {**candidates, **one}
     plan.candidates = candidates
     plan.chosen = {step.target.name: candidate.name for step, candidate in candidates.items()}
     plan._watch_input = any(candidate.wants_finite for candidate in candidates.values())
-    plan._make = lambda: _compiled(program, candidates, shapes)
+    plan._make = lambda: _compiled(running, runs, shapes)
     got = plan._make()(*args)
     want_leaves, want_spec = pytree.tree_flatten(expected)
     got_leaves, got_spec = pytree.tree_flatten(got)
@@ -284,7 +332,9 @@ def _bound(step: Step, root: nn.Module) -> Callable[..., Any]:
     if step.kind == "module":
         module = root.get_submodule(step.target)
         # Without hooks a call is its forward; that none were added is checked at every call of the whole.
-        return module if is_boundary(module) else module.forward
+        if is_boundary(module):
+            return module
+        return mean_of(module) or module.forward
     if step.kind == "method":
         name = step.target
         return lambda self, *args, **kwargs: getattr(self, name)(*args, **kwargs)

@@ -9,16 +9,24 @@ Three nets, each for what the one before lets through:
    `.data.mul_`, writes through NumPy.
 3. At every call one chunk of 64 KiB, in turn, by its sum as 64-bit integers. Catches any other write within as many
    calls as there are chunks, unless it leaves the sum the same.
+
+A run of the network leaves nothing of this in the caches, neither data nor code, and the less of both there is the
+better: memory is read by the C library where there is one.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import operator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from convselect.kernels import _library
 
 Source = tuple[dict[str, Any], str]
 
@@ -26,6 +34,28 @@ _CHUNK_WORDS = 8192
 _TURNS = 8
 _version: Any = operator.attrgetter("_version")
 _data_ptr: Any = Tensor.data_ptr
+
+
+@functools.cache
+def _c_functions() -> tuple[Any, Any] | None:
+    """`cs_same` and `cs_sum`, where the library is."""
+    loaded = _library.library()
+    if loaded is None:
+        return None
+    pointer, count = ctypes.c_void_p, ctypes.c_int64
+    same, total = loaded["cs_same"], loaded["cs_sum"]
+    same.argtypes, same.restype = (pointer, pointer, count), ctypes.c_int32
+    total.argtypes, total.restype = (pointer, count), ctypes.c_uint64
+    return same, total
+
+
+def _summing(words: Any) -> Callable[[], int]:
+    """A function for the sum of these words, modulo 2^64; it holds their memory."""
+    functions = _c_functions()
+    if functions is None or words.itemsize != 8:
+        return lambda: int(np.add.reduce(words))
+    total, pointer, count = functions[1], ctypes.c_void_p(words.ctypes.data), ctypes.c_int64(words.size)
+    return lambda held=words: total(pointer, count)  # type: ignore[misc]
 
 
 class _Samples:
@@ -37,6 +67,7 @@ class _Samples:
         self.elements: list[tuple[memoryview, int]] = []
         self.values: list[int] = []
         self.groups: list[int] = []
+        self.same: Callable[[], bool] = self._same
 
     def add(self, t: Tensor, words: Any, group: int) -> None:
         memory, at = memoryview(words), words.size // 2
@@ -46,19 +77,36 @@ class _Samples:
         self.values.append(memory[at])
         self.groups.append(group)
 
+    def _same(self) -> bool:
+        return [memory[at] for memory, at in self.elements] == self.values
+
+    def complete(self) -> None:
+        """All are added."""
+        functions, elements = _c_functions(), self.elements
+        if functions is None or any(memory.itemsize != 8 for memory, _ in elements):
+            return
+        count = len(elements)
+        lines = (ctypes.c_void_p * count)(*(_address(memory) + 8 * at for memory, at in elements))
+        same, values = functions[0], (ctypes.c_uint64 * count)(*self.values)
+        self.same = lambda: bool(same(lines, values, count))
+
     def changed(self) -> set[int]:
         # The old memory is still held here, so that reading it is safe wherever the tensor has gone.
         addresses = list(map(_data_ptr, self.tensors))
-        values = [memory[at] for memory, at in self.elements]
-        if addresses == self.addresses and values == self.values:
+        if addresses == self.addresses and self.same():
             return set()
+        values = [memory[at] for memory, at in self.elements]
         old = zip(self.addresses, self.values, strict=True)
         new = zip(addresses, values, strict=True)
         return {group for group, a, b in zip(self.groups, old, new, strict=True) if a != b}
 
 
+def _address(memory: memoryview) -> int:
+    return np.asarray(memory).ctypes.data
+
+
 class _Chunk(NamedTuple):
-    words: Any
+    sum: Callable[[], int]
     total: int
     group: int
 
@@ -93,8 +141,10 @@ class Watch:
                 continue
             (self._every if t.dim() > 1 else self._by_turn[i % _TURNS]).add(t, words, group)
             for start in range(0, words.size, _CHUNK_WORDS):
-                part = words[start : start + _CHUNK_WORDS]
-                self._chunks.append(_Chunk(part, int(np.add.reduce(part)), group))
+                summed = _summing(words[start : start + _CHUNK_WORDS])
+                self._chunks.append(_Chunk(summed, summed(), group))
+        for samples in (self._every, *self._by_turn):
+            samples.complete()
 
     def covers(self, groups: list[list[Source]]) -> bool:
         """Whether these are the very tensors that are watched, by owner and name."""
@@ -117,8 +167,8 @@ class Watch:
         self._turn = turn + 1
         found |= self._every.changed() | self._by_turn[turn % _TURNS].changed()
         if self._chunks:
-            words, total, group = self._chunks[turn % len(self._chunks)]
-            if int(np.add.reduce(words)) != total:
+            summed, total, group = self._chunks[turn % len(self._chunks)]
+            if summed() != total:
                 found.add(group)
         return found
 
@@ -127,7 +177,7 @@ class Watch:
         found = self.changed()
         for samples in self._by_turn:
             found |= samples.changed()
-        return found | {group for words, total, group in self._chunks if int(np.add.reduce(words)) != total}
+        return found | {group for summed, total, group in self._chunks if summed() != total}
 
     def accept(self) -> None:
         """Take the present state as the one to compare with."""

@@ -69,8 +69,9 @@ class FreezeReport:
 
     @property
     def chosen(self) -> dict[str, dict[str, str]]:
-        """Part and input -> layer -> what runs it: "native", "onednn_packed", "gemm" or an algorithm of the
-        pool. Grows with every kind of input that the model meets."""
+        """Part and input -> layer -> what runs it: "native", "onednn_packed", "gemm", an algorithm of the pool, or
+        "block" for each layer of an inverted residual block that runs as one call. Grows with every kind of input that
+        the model meets."""
         return {
             f"{part.name or '(the model itself)'} {text}": {part.full(name): c for name, c in plan.chosen.items()}
             for part in self._frozen

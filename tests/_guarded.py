@@ -315,8 +315,106 @@ class Runner:
                         self.wrong.append(f"{what}: relative error {error:.2e} over {bound:.1e}")
 
 
+def random_blocks(seed: int, count: int) -> Iterator[tuple[int, int, ConvProblem, tuple[str | None, ...]]]:
+    """(channels of x, 0 where the first layer is missing, channels of y, the depthwise problem, activations)."""
+    r = random.Random(seed)
+    while count:
+        D = r.choice((3, 8, 16, 17, 24, 33, 40, 96)) if r.random() < 0.9 else 1024
+        C, K = r.choice((0, 1, 5, 16, 24)), r.choice((1, 7, 16, 24, 33, 40))
+        H, W = (r.randint(1, 60), r.randint(1, 30)) if D < 100 else (r.randint(1, 9), r.randint(1, 9))
+        R, S = r.choice((1, 3, 5, 8)), r.choice((3, 5))
+        p = conv_problem(
+            r.choice((1, 1, 2, 3)), D, H, W, D, R, S,
+            stride=(r.choice((1, 2, 3)), r.choice((1, 2))),
+            padding=r.choice((0, 1, 2, tuple(r.randint(0, 6) for _ in range(4)))), groups=D,
+        )  # fmt: skip
+        if p.P > 0 and p.Q > 0:
+            count -= 1
+            yield C, K, p._replace(layout=CHANNELS_LAST), tuple(r.choice(list(ACTIVATIONS)) for _ in range(3))
+
+
+def run_blocks(spec: dict[str, Any]) -> dict[str, Any]:
+    """`cs_block_frozen` on random blocks, at every instruction set and by one to three threads with the same bits."""
+    loaded, pointer = _library.library(), ctypes.c_void_p
+    assert loaded is not None
+    function = loaded["cs_block_frozen"]
+    function.argtypes, function.restype = (pointer,) * 5, ctypes.c_int32
+    progress = os.open(spec["progress"], os.O_WRONLY | os.O_CREAT)
+    packs = {}
+    for name in ("direct", "depthwise"):
+        size, pack = loaded[f"cs_{name}_packed_bytes"], loaded[f"cs_{name}_pack"]
+        size.argtypes, size.restype, pack.argtypes = (pointer,), ctypes.c_int64, (pointer,) * 3
+        packs[name] = size, pack
+    memories = [[Heap() if side is None else Guarded(side) for _ in range(9)] for side in spec["sides"]]
+    ran: Counter[str] = Counter()
+    wrong: list[str] = []
+    for case, (C, K, p, activations) in enumerate(random_blocks(spec["seed"], spec["random"])):
+        generator = torch.Generator().manual_seed(case)
+
+        def normal(*shape: int, generator: torch.Generator = generator) -> Tensor:
+            return torch.randn(shape, generator=generator)
+
+        D, channels = p.C, C or p.C
+        expands = (normal(D, C, 1, 1) / C**0.5, normal(D)) if C else None
+        taps, taps_bias = normal(D, 1, p.R, p.S) / (p.R * p.S) ** 0.5, normal(D)
+        project, bias = normal(K, D, 1, 1) / D**0.5, normal(K)
+        x, residual = normal(p.N, channels, p.H, p.W), normal(p.N, K, p.P, p.Q)
+        value = x.double()
+        if expands is not None:
+            value = ACTIVATIONS[activations[0]](torch.conv2d(value, expands[0].double(), expands[1].double()))
+        value = torch.nn.functional.pad(value, (p.pad_left, p.pad_right, p.pad_top, p.pad_bottom))
+        value = torch.conv2d(value, taps.double(), taps_bias.double(), p.stride, groups=D)
+        value = torch.conv2d(ACTIVATIONS[activations[1]](value), project.double(), bias.double())
+        want = ACTIVATIONS[activations[2]](value + residual.double())
+        pointwise = [
+            conv_problem(p.N, channels, p.H, p.W, D, 1, 1)._replace(layout=CHANNELS_LAST),
+            conv_problem(p.N, D, p.P, p.Q, K, 1, 1)._replace(layout=CHANNELS_LAST),
+        ]
+        for memory, level in itertools.product(memories, range(loaded.cs_best_isa() + 1)):
+
+            def packed(name: str, q: ConvProblem, weight: Tensor, to: Any, level: int = level) -> int:
+                conv = _library._conv(q, CHANNELS_LAST, CONTIGUOUS, 1, level)
+                size, pack = packs[name]
+                address = to.place(size(ctypes.addressof(conv)))
+                assert pack(ctypes.addressof(conv), weight.data_ptr(), address) == _library.OK
+                to.lock()
+                return int(address)
+
+            codes = [_library.ACTIVATIONS[a] for a in activations]
+            block = _library.Block(C=channels, K=K, expand_activation=codes[0], taps_activation=codes[1])
+            if expands is not None:
+                block.expand = packed("direct", pointwise[0], expands[0], memory[0])
+                block.expand_bias = placed(memory[1], expands[1])
+            block.taps, block.taps_bias = packed("depthwise", p, taps, memory[2]), placed(memory[3], taps_bias)
+            block.project = packed("direct", pointwise[1], project, memory[4])
+            epilogue = _library.Epilogue(placed(memory[5], bias), placed(memory[6], residual, CHANNELS_LAST), codes[2])
+            x_at = placed(memory[7], x, CHANNELS_LAST)
+            first: Tensor | None = None
+            for threads in (1, 2, 3):
+                what = f"cs_block_frozen isa={level} threads={threads} C={C} K={K} {activations} {p}"
+                os.pwrite(progress, what.encode().ljust(500), 0)
+                conv = _library._conv(p, CHANNELS_LAST, CONTIGUOUS, threads, level)
+                out = memory[8].place(4 * want.numel())
+                ctypes.memset(out, 0xFF, 4 * want.numel())
+                status = function(*map(ctypes.addressof, (conv, block)), x_at, out, ctypes.addressof(epilogue))
+                assert status == _library.OK, f"{what}: status {status}"
+                memory[8].check()
+                got = at(out, want.shape, torch.float32, CHANNELS_LAST).clone()
+                error = ((got.double() - want).norm() / max(want.norm().item(), want.numel() ** 0.5 / 10)).item()
+                if not error <= 4e-6:
+                    wrong.append(f"{what}: relative error {error:.2e}")
+                first = got if first is None else first
+                if not torch.equal(got, first):
+                    wrong.append(f"{what}: other bits than by one thread")
+                ran[f"block {'of three' if C else 'of two'} isa={level}"] += 1
+    return {"ran": ran, "wrong": wrong}
+
+
 def main(spec: dict[str, Any]) -> None:
     torch.set_num_threads(1)
+    if spec.get("blocks"):
+        print(json.dumps(run_blocks(spec)))
+        return
     runner = Runner(spec["kernels"], spec["sides"], spec["progress"])
     pairs = list(itertools.product(LAYOUTS, LAYOUTS))
     for i, problem in enumerate(random_problems(spec["seed"], spec["random"])):

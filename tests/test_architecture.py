@@ -45,14 +45,18 @@ ALLOWED = {
     "layer": {"dispatch"},
     "convert": {"dispatch", "layer"},
     "_freeze_trace": {"layer"},  # freeze
-    "_freeze_watch": set(),  # freeze
+    "_freeze_watch": {"kernels"},  # freeze
     "_freeze_block": {"choose", "kernels", "problem", "settings", "timing"},  # freeze
     "_freeze_conv": {"_calls", "_freeze_block", "_freeze_trace", "kernels", "problem", "settings"},  # freeze
     "_freeze_linear": {"_freeze_block", "_freeze_trace", "kernels", "problem", "settings"},  # freeze
+    "_freeze_residual": {"_freeze_block", "_freeze_conv", "_freeze_trace", "kernels", "problem", "settings"},  # freeze
+    "_freeze_pool": {"kernels"},  # freeze
     "_freeze_plan": {
         "_freeze_block",
         "_freeze_conv",
         "_freeze_linear",
+        "_freeze_pool",
+        "_freeze_residual",
         "_freeze_trace",
         "_lru",
         "problem",

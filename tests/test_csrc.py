@@ -104,6 +104,16 @@ def test_no_byte_beside_an_operand_or_result_is_touched(name, built):
     assert_ran(ran, [name])
 
 
+def assert_blocks_ran(ran: dict[str, int]) -> None:
+    assert len(ran) == 2 * (_library.library().cs_best_isa() + 1)
+    assert min(ran.values()) > 20
+
+
+def test_no_byte_beside_a_blocks_operands_is_touched(built):
+    environment = {"CONVSELECT_LIBRARY": str(built)}
+    assert_blocks_ran(_guarded.run(environment, blocks=True, sides=[True, False], random=120, seed=4))
+
+
 @pytest.fixture(scope="session")
 def sanitized(tmp_path_factory) -> dict[str, str]:
     """The environment for a process that uses a library with the address and undefined-behaviour sanitizers."""
@@ -136,6 +146,7 @@ def sanitized(tmp_path_factory) -> dict[str, str]:
 def test_sanitizers_have_nothing_to_say(sanitized):
     ran = _guarded.run(sanitized, kernels=list(ENTRIES), sides=[None], random=200, seed=2, listed="one layout")
     assert_ran(ran, ENTRIES)
+    assert_blocks_ran(_guarded.run(sanitized, blocks=True, sides=[None], random=100, seed=5))
 
 
 BUGS = {

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction, layout_of
 
-ABI = 1
+ABI = 2
 OK, NO_MEMORY, UNSUPPORTED, NONFINITE = range(4)
 ISAS = {"base": 0, "avx2": 1, "avx512": 2}
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
@@ -50,6 +50,18 @@ class Epilogue(ctypes.Structure):
         ("residual", ctypes.c_void_p),
         ("activation", ctypes.c_int32),
         ("reserved", ctypes.c_int32),
+    )
+
+
+class Block(ctypes.Structure):
+    """`cs_block` of csrc/convselect.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("expand", "expand_bias", "taps", "taps_bias", "project")),
+        ("C", ctypes.c_int64),
+        ("K", ctypes.c_int64),
+        ("expand_activation", ctypes.c_int32),
+        ("taps_activation", ctypes.c_int32),
     )
 
 

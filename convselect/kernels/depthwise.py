@@ -7,18 +7,25 @@
 
 Libraries fall off a cliff where a kernel is large, in a weight gradient from 5x5 on; here one register tiling serves
 all sizes. Source of the blocking: Georganas et al., "Anatomy of High-Performance Deep Learning Convolutions on SIMD
-Architectures", SC 2018. 16-bit operands are widened as they are copied, summed in float32 and rounded once. Without
-the C library, problems are posed so that native computes them fast (`_depthwise_torch.py`).
+Architectures", SC 2018. Float32 images in channels_last order under kernels of 3 or 5 columns are read where they lie
+(csrc/depthwise_rows.inc), others are copied to a slab; frozen weights may be packed once (`pack`). 16-bit operands are
+widened as they are copied, summed in float32 and rounded once. Without the C library, problems are posed so that native
+computes them fast (`_depthwise_torch.py`).
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from convselect.kernels import _library
 from convselect.kernels._contract import Algorithm, Grade, Params
 from convselect.kernels._depthwise_torch import DepthwiseByNative
-from convselect.problem import ConvProblem, Direction
+from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction
 
 _BY_NATIVE = DepthwiseByNative()
 
@@ -110,6 +117,51 @@ class Depthwise(Algorithm):
         if not _library.available():
             return _BY_NATIVE.backward_weight(x, grad_y, problem)
         return _library.call("cs_depthwise", x, grad_y, problem)
+
+
+# ---- frozen weights -------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=4096)
+def packed_floats(problem: ConvProblem) -> int | None:
+    """How many floats `pack` makes; None where no kernel takes a packed weight: it takes float32 in channels_last with
+    one output channel per input channel, 3 or 5 taps in a row and strides 1 or 2."""
+    p = problem.with_direction(Direction.FORWARD)
+    if not p.is_depthwise or p.device != "cpu" or p.dtype != "float32" or p.layout != CHANNELS_LAST:
+        return None
+    if not _library.available():
+        return None
+    conv = _library._conv(p, CHANNELS_LAST, CONTIGUOUS, p.threads, _library.isa())
+    size = _c_function("cs_depthwise_packed_bytes", 1, ctypes.c_int64)(ctypes.byref(conv))
+    return None if size < 0 else int(size) // 4
+
+
+def pack(weight: Tensor, problem: ConvProblem) -> Tensor:
+    """The weight (C, 1, R, S) in the order in which `cs_depthwise_frozen` reads it: float32, one-dimensional.
+
+    Raises:
+        ValueError: where no kernel takes it.
+    """
+    floats = packed_floats(problem)
+    if floats is None or weight.shape != problem.weight_shape or weight.dtype != torch.float32:
+        raise ValueError(f"a weight {weight.dtype} {tuple(weight.shape)} for {problem}")
+    packed = torch.empty(floats, dtype=torch.float32, device="cpu")
+    conv = _library._conv(problem, CHANNELS_LAST, CONTIGUOUS, problem.threads, _library.isa())
+    weight = weight.resolve_neg().contiguous()
+    status = _c_function("cs_depthwise_pack", 3, ctypes.c_int32)(
+        ctypes.byref(conv), weight.data_ptr(), packed.data_ptr()
+    )
+    assert status == _library.OK
+    return packed
+
+
+@functools.cache
+def _c_function(name: str, pointers: int, result: Any) -> Any:
+    loaded = _library.library()
+    assert loaded is not None
+    function = loaded[name]
+    function.argtypes, function.restype = (ctypes.c_void_p,) * pointers, result
+    return function
 
 
 ALGORITHMS = (Depthwise(),)

@@ -14,7 +14,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define CS_ABI 1 /* raised with every change of a struct or a signature; the loader compares */
+#define CS_ABI 2 /* raised with every change of a struct or a signature; the loader compares */
 
 /* NONFINITE: done, but the result holds an infinity or a NaN that a transform may have spread to its neighbours. */
 enum { CS_OK = 0, CS_NO_MEMORY = 1, CS_UNSUPPORTED = 2, CS_NONFINITE = 3 };
@@ -46,6 +46,17 @@ typedef struct {
     int32_t reserved;
 } cs_epilogue;
 
+/* A depthwise convolution's neighbours in a block: y = pointwise(depthwise(pointwise(x))). */
+typedef struct {
+    const float *expand;      /* (D, C, 1, 1) packed by cs_direct_pack; NULL: none, and x is the depthwise one's */
+    const float *expand_bias; /* D values; NULL: none */
+    const float *taps;        /* (D, 1, R, S) packed by cs_depthwise_pack */
+    const float *taps_bias;   /* D values; NULL: none */
+    const float *project;     /* (K, D, 1, 1) packed by cs_direct_pack */
+    int64_t C, K;             /* channels of x and y */
+    int32_t expand_activation, taps_activation;
+} cs_block;
+
 #if defined(__GNUC__)
 #define CS_EXPORT __attribute__((visibility("default")))
 #else
@@ -56,5 +67,10 @@ CS_EXPORT int32_t cs_abi(void);
 CS_EXPORT int32_t cs_best_isa(void);
 CS_EXPORT void cs_free_scratch(void);       /* gives back what the calling thread keeps */
 CS_EXPORT int64_t cs_scratch_bytes(void);   /* what the calling thread keeps or holds */
+/* For noticing changes: whether each of these words has this value, and the sum of some words. */
+CS_EXPORT int32_t cs_same(const void *const *words, const uint64_t *values, int64_t count);
+CS_EXPORT uint64_t cs_sum(const void *words, int64_t count);
+/* y (N, C) = the mean over the pixels of x (N, pixels, C). */
+CS_EXPORT void cs_mean(const float *x, int64_t N, int64_t pixels, int64_t C, float *y);
 
 #endif

@@ -28,7 +28,8 @@
     X(cs_winograd_bytes, (const cs_conv *conv, int32_t m), (conv, m)) \
     X(cs_fft_bytes, (const cs_conv *conv, int32_t length), (conv, length)) \
     X(cs_direct_bytes, (const cs_conv *conv), (conv))                 \
-    X(cs_direct_packed_bytes, (const cs_conv *conv), (conv))
+    X(cs_direct_packed_bytes, (const cs_conv *conv), (conv))          \
+    X(cs_depthwise_packed_bytes, (const cs_conv *conv), (conv))
 
 /* Forward with a weight packed beforehand. A packed weight, of cs_direct_packed_bytes bytes, fits the weight's shape
  * and the groups, dtype, x_layout and isa it was packed for; sizes, strides and padding are free. */
@@ -36,7 +37,19 @@
     X(cs_direct_pack, (const cs_conv *conv, const void *weight, float *packed), (conv, weight, packed))             \
     X(cs_direct_frozen,                                                                                             \
       (const cs_conv *conv, const void *x, const float *packed, void *y, const cs_epilogue *epilogue),              \
+      (conv, x, packed, y, epilogue))                                                                               \
+    X(cs_depthwise_pack, (const cs_conv *conv, const void *weight, float *packed), (conv, weight, packed))          \
+    X(cs_depthwise_frozen,                                                                                          \
+      (const cs_conv *conv, const void *x, const float *packed, void *y, const cs_epilogue *epilogue),              \
       (conv, x, packed, y, epilogue))
+
+/* conv: the depthwise convolution between the two others. epilogue: of y. */
+#define CS_BLOCK_KERNELS(X)                                                                                         \
+    X(cs_block_frozen,                                                                                              \
+      (const cs_conv *conv, const cs_block *block, const float *x, float *y, const cs_epilogue *epilogue),          \
+      (conv, block, x, y, epilogue))
+
+#define CS_BLOCK_QUERIES(X) X(cs_block_bytes, (const cs_conv *conv, const cs_block *block), (conv, block))
 
 #define CS_DECLARE_AS(type, name, parameters) \
     type name##_base parameters;              \
@@ -47,5 +60,7 @@
 CS_KERNELS(CS_DECLARE)
 CS_QUERIES(CS_DECLARE_QUERY)
 CS_PACKED_KERNELS(CS_DECLARE)
+CS_BLOCK_KERNELS(CS_DECLARE)
+CS_BLOCK_QUERIES(CS_DECLARE_QUERY)
 
 #endif

@@ -120,6 +120,38 @@ int64_t cs_scratch_bytes(void) {
     return total;
 }
 
+/* ---- noticing changes -------------------------------------------------------------------------------------------- */
+
+static uint64_t word_at(const void *p) { /* of any alignment */
+    uint64_t word;
+    memcpy(&word, p, 8);
+    return word;
+}
+
+int32_t cs_same(const void *const *words, const uint64_t *values, int64_t count) {
+    uint64_t other = 0; /* without branches, so that all are on their way from memory at the same time */
+    for (int64_t i = 0; i < count; i++) other |= word_at(words[i]) ^ values[i];
+    return other == 0;
+}
+
+uint64_t cs_sum(const void *words, int64_t count) {
+    uint64_t sum = 0;
+    for (int64_t i = 0; i < count; i++) sum += word_at((const char *)words + 8 * i);
+    return sum;
+}
+
+/* ---- pooling ---------------------------------------------------------------------------------------------------- */
+
+/* Too little work for instruction sets to show: what counts is that little code has to be fetched for it. */
+void cs_mean(const float *x, int64_t N, int64_t pixels, int64_t C, float *y) {
+    for (int64_t n = 0; n < N; n++, y += C) {
+        memset(y, 0, (size_t)(4 * C));
+        for (int64_t p = 0; p < pixels; p++, x += C)
+            for (int64_t c = 0; c < C; c++) y[c] += x[c];
+        for (int64_t c = 0; c < C; c++) y[c] /= (float)pixels;
+    }
+}
+
 /* ---- entry points: one line per kernel in kernels.h ------------------------------------------------------------- */
 
 static int supported(const cs_conv *conv) { return conv->isa >= CS_ISA_BASE && conv->isa <= best_isa; }
@@ -142,3 +174,5 @@ static int supported(const cs_conv *conv) { return conv->isa >= CS_ISA_BASE && c
 CS_KERNELS(CS_DEFINE)
 CS_QUERIES(CS_DEFINE_QUERY)
 CS_PACKED_KERNELS(CS_DEFINE)
+CS_BLOCK_KERNELS(CS_DEFINE)
+CS_BLOCK_QUERIES(CS_DEFINE_QUERY)
