@@ -35,7 +35,7 @@ $(READY): pyproject.toml $(CSRC)
 install:
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(if $(TORCH),$(BIN)/python -m pip install --quiet "$(TORCH)")
-	$(BIN)/python -m pip install --quiet --editable '.[tools,test]'
+	$(BIN)/python -m pip install --quiet --editable '.[test]'
 
 # The C library alone, in the environment that `make setup` made.
 native:

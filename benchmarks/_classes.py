@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from convselect.model.dataset import read_rows
-from convselect.model.measure import read_layers
+from convselect.model.sampling import read_layers
 from convselect.problem import CONTIGUOUS, ConvProblem, Direction, conv_problem
 
 PROBLEMS = Path(__file__).parent / "problems.csv"
@@ -134,7 +134,7 @@ def spread(problems: Iterable[ConvProblem], count: int) -> list[ConvProblem]:
 
 
 def read_problems(path: str | Path = PROBLEMS) -> list[ConvProblem]:
-    """The forward problems of a CSV file of layers, as `convselect.model.measure.read_layers` has it."""
+    """The forward problems of a CSV file of layers, as `convselect.model.sampling.read_layers` has it."""
     return [problem for _, problem in read_layers(path)]
 
 

@@ -22,7 +22,8 @@ from torch import Tensor
 from convselect import dispatch, settings, timing
 from convselect.choose import NATIVE, refusal
 from convselect.kernels import ALL, BY_NAME, Algorithm
-from convselect.model.measure import ERROR_BOUNDS, operands, with_layouts
+from convselect.model.measure import ERROR_BOUNDS, operands
+from convselect.model.sampling import with_layouts
 from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction
 
 LAYOUTS = (CONTIGUOUS, CHANNELS_LAST)

@@ -39,18 +39,80 @@ def path_for_host() -> Path:
     return Path(override) if override else artifact_path(family_of_host(cpu_capability()))
 
 
+def nearest_artifact() -> Path:
+    """This machine's artifact, or the shipped one most like it: with or without C kernels as here, then of the same
+    kind of processor, then by name. A stranger's is to be calibrated before it says anything.
+
+    Raises:
+        ArtifactError: where nothing is shipped at all.
+    """
+    from convselect.model.inference import ARTIFACTS, ArtifactError
+
+    own = path_for_host()
+    if own.exists() or "CONVSELECT_ARTIFACT" in os.environ:
+        return own
+    shipped = sorted(ARTIFACTS.glob("cpu-*.npz"))
+    if not shipped:
+        raise ArtifactError("there is no trained model to calibrate")
+
+    def likeness(path: Path) -> tuple[bool, int]:
+        ours, theirs = own.stem.split("-"), path.stem.split("-")
+        return ours[-1:] == theirs[-1:], sum(a == b for a, b in zip(ours, theirs, strict=False))
+
+    return max(shipped, key=likeness)
+
+
+def calibration_path() -> Path:
+    """Where this machine's calibration lies: `CONVSELECT_CALIBRATION`, else in the user's cache. It may not exist."""
+    from convselect.model.host import fingerprint
+    from convselect.store import user_cache
+
+    override = os.environ.get("CONVSELECT_CALIBRATION")
+    return Path(override) if override else user_cache() / f"calibration-{fingerprint()}.json"
+
+
+def _find() -> Predictor:
+    """This machine's artifact, corrected where it was calibrated; a stranger's only if it was.
+
+    Raises:
+        ArtifactError, OSError: where there is none, or what there is is damaged.
+    """
+    from convselect.model.host import fingerprint, host_flags
+    from convselect.model.inference import ArtifactError, Calibration, Predictor
+
+    own, flags = path_for_host(), host_flags()
+    written = calibration_path()
+    calibration = Calibration.from_json(written.read_text()) if written.exists() else None
+    if calibration is not None and calibration.fingerprint != fingerprint():
+        calibration = None  # of another machine: a cache that moved, or another version of torch
+    if not own.exists() and (calibration is None or "CONVSELECT_ARTIFACT" in os.environ):
+        raise ArtifactError(
+            f"there is no trained model for this machine ({own.stem}); `convselect calibrate` fits the nearest to it"
+        )
+    path = own if own.exists() else nearest_artifact()
+    predictor = Predictor.load(path, host_flags=flags)
+    if calibration is not None and calibration.artifact == path.stem and calibration.digest == digest(path):
+        return predictor.corrected(calibration.bias, flags)
+    if path != own:
+        raise ArtifactError("the calibration is of an earlier model; run `convselect calibrate` again")
+    return predictor
+
+
+def digest(path: Path) -> str:
+    """Of an artifact's bytes: a calibration is of one model, and of no later one."""
+    import hashlib
+
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+
+
 def _load() -> Predictor | None:
     global _loaded, _failed
-    from convselect.model.host import host_flags
-    from convselect.model.inference import ArtifactError, Predictor
+    from convselect.model.inference import ArtifactError
 
     with _lock:
         if _loaded is None and not _failed:
-            path = path_for_host()
             try:
-                if not path.exists():
-                    raise ArtifactError(f"there is no trained model for this machine ({path.stem})")
-                _loaded = Predictor.load(path, host_flags=host_flags())
+                _loaded = _find()
             except (ArtifactError, OSError) as error:
                 _failed = True
                 warn_once("artifact", f"convselect: {error}; every automatic choice is native from now on.")

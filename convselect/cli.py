@@ -53,6 +53,9 @@ def _app() -> "typer.Typer":
         pretty_exceptions_enable=False,
     )
     fail = typer.Exit(2)
+    from convselect import _cli_model
+
+    _cli_model.register(app)
 
     @app.command()
     def demo(

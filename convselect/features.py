@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction
 
-FEATURES_VERSION = 1
+FEATURES_VERSION = 2
 """Goes up with every change to `FEATURE_NAMES` or to what a feature means; artifacts are then retrained."""
 
 FEATURE_NAMES: tuple[str, ...] = (
@@ -31,7 +31,7 @@ FEATURE_NAMES: tuple[str, ...] = (
     # 1 where divisible
     *("C%8", "C%16", "K%8", "K%16", "Q%8", "Q%16"),
     # log2 of computed over useful results when the result's image is cut into m x m tiles
-    *("waste_2", "waste_4", "waste_6"),
+    *("waste_2", "waste_3", "waste_4", "waste_5", "waste_6", "waste_7"),
     *("forward", "backward_data", "backward_weight"),
     *("float32", "float64", "float16", "bfloat16"),
     *("contiguous", "channels_last", "weight_channels_last"),
@@ -80,8 +80,11 @@ def features(problem: ConvProblem) -> npt.NDArray[np.float32]:
         flops, traffic, flops - traffic, gemm_m, gemm_n, gemm_k,
         C % 8 == 0, C % 16 == 0, K % 8 == 0, K % 16 == 0, Q % 8 == 0, Q % 16 == 0,
         log2((-rows // 2) * (-columns // 2) * 4 / area),
+        log2((-rows // 3) * (-columns // 3) * 9 / area),
         log2((-rows // 4) * (-columns // 4) * 16 / area),
+        log2((-rows // 5) * (-columns // 5) * 25 / area),
         log2((-rows // 6) * (-columns // 6) * 36 / area),
+        log2((-rows // 7) * (-columns // 7) * 49 / area),
         forward, backward_data, not (forward or backward_data),
         dtype == "float32", dtype == "float64", dtype == "float16", dtype == "bfloat16",
         layout == CONTIGUOUS, layout == CHANNELS_LAST, weight_layout == CHANNELS_LAST,

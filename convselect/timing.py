@@ -6,6 +6,7 @@ step or a drifting cache hits both; only ratios within a round are compared.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import platform
@@ -215,12 +216,47 @@ def assert_timer_sane(clock: Clock = SYSTEM_CLOCK) -> None:
             raise AssertionError(f"{name}: twice the work took {twice.min_us / once.min_us:.2f} times as long, not 2")
 
 
+def assert_known_workload(clock: Clock = SYSTEM_CLOCK) -> None:
+    """Check that matrix products of known cost take times that a processor can have taken.
+
+    A product of twice the size costs eight times as much, and one core computes between 10 MFLOP/s and 10 TFLOP/s.
+
+    Raises:
+        AssertionError: with what was measured. Not an `assert`, so `python -O` checks as well.
+    """
+    sizes = (192, 384)
+    matrices = {str(n): torch.ones(n, n) for n in sizes}
+    timings = interleaved({n: functools.partial(torch.mm, m, m) for n, m in matrices.items()}, 9, clock=clock)
+    small_us, large_us = (timings[str(n)].min_us for n in sizes)
+    if not 3 < large_us / small_us < 20:
+        raise AssertionError(f"8 times the arithmetic took {large_us / small_us:.2f} times as long")
+    rate = 2 * sizes[1] ** 3 / (large_us * 1e-6)
+    if not 1e7 < rate < 1e13 * torch.get_num_threads():
+        raise AssertionError(f"a matrix product ran at {rate:.3g} FLOP/s: the clock does not measure it")
+
+
+def assert_trustworthy(clock: Clock = SYSTEM_CLOCK, attempts: int = 5) -> None:
+    """Both checks above. A busy machine may fail one of them by chance, so each may be tried several times.
+
+    Raises:
+        AssertionError: that of the last attempt.
+    """
+    for check in (assert_timer_sane, assert_known_workload):
+        for attempt in range(attempts):
+            try:
+                check(clock)
+                break
+            except AssertionError:
+                if attempt == attempts - 1:
+                    raise
+
+
 def environment() -> dict[str, object]:
     """Where a measurement was made: everything known to change its result. Values are JSON's types."""
     import convselect  # here, so that the clock itself depends on nothing
 
     return {
-        "device": _cpu_model(),
+        "device": cpu_model(),
         "isa": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -235,7 +271,8 @@ def environment() -> dict[str, object]:
     }
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
+    """The processor as /proc/cpuinfo names it, with family and model."""
     try:
         fields = dict(
             re.split(r"\s*:\s*", line, maxsplit=1)

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+
 import pytest
 import torch
+
+# What the user has calibrated or stored must not decide what tests see; processes that tests start inherit this.
+os.environ["CONVSELECT_CACHE"] = tempfile.mkdtemp(prefix="convselect-tests-")
 
 
 @pytest.fixture

@@ -12,11 +12,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from convselect import timing
 from convselect.features import FEATURE_NAMES, features
+from convselect.kernels import _library
 from convselect.model import host, inference
 from convselect.model.inference import ArtifactError, Card, Prediction, Predictor, artifact_path, save
+from convselect.model.reformer import Reformer, fold
 from convselect.problem import conv_problem
 
 D = len(FEATURE_NAMES)
@@ -287,7 +290,7 @@ def load_with(card_changes: dict[str, object] | None = None, made: dict[str, np.
     ("changes", "match"),
     [
         ({"format_version": 2}, "has format 2; this version reads format 1"),
-        ({"features_version": 0}, "trained on features of version 0, this is version 1"),
+        ({"features_version": 0}, "trained on features of version 0, this is version 2"),
         ({"feature_names": list(FEATURE_NAMES[::-1])}, "trained on features"),
         ({"feature_names": list(FEATURE_NAMES[:-1])}, "trained on features"),
         ({"algorithm_names": ["a", "b", "c", "d"]}, "lack 'native'"),
@@ -397,3 +400,29 @@ def test_16_bit_flags_honour_the_limits_set_by_environment(capability: str, envi
 def test_a_processor_without_the_features_has_no_flags():
     assert host.host_flags("AVX512", {}, {}) == NO_FLAGS
     assert set(host.host_flags()) == set(ALL_FLAGS)
+
+
+@pytest.mark.skipif(not _library.available(), reason="the C kernels are not built here")
+@pytest.mark.parametrize("level", range(3))
+def test_c_and_numpy_say_the_same(level: int, monkeypatch: pytest.MonkeyPatch):
+    """Layers of odd sizes, so that vectors end in the middle; at every instruction set this machine has."""
+    if level > _library.library().cs_best_isa():
+        pytest.skip("not on this machine")
+    monkeypatch.setattr(_library, "isa", lambda: level)
+    torch.manual_seed(0)
+    for widths in (((64, 128), (216, 64), (64, 32)), ((7, 13), (33, 1), (1, 17))):
+        model = Reformer(len(FEATURE_NAMES), 19, widths).eval()
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+        model.fit_input(torch.randn(50, len(FEATURE_NAMES)))
+        names = ("native", *(f"a{i}" for i in range(18)))
+        card = Card("test", names, 4.0, 0.1, ("float32",))
+        in_c = Predictor(card, fold(model))
+        with monkeypatch.context() as patch:
+            patch.setattr(_library, "available", lambda: False)
+            in_numpy = Predictor(card, fold(model))
+            want = [in_numpy.logits(x) for x in np.random.default_rng(0).normal(0, 3, (20, len(FEATURE_NAMES)))]
+        got = [in_c.logits(x) for x in np.random.default_rng(0).normal(0, 3, (20, len(FEATURE_NAMES)))]
+        assert callable(in_c._local.program[1])
+        assert not callable(in_numpy._local.program[1])
+        np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-4)

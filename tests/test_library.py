@@ -136,12 +136,16 @@ def test_an_unknown_instruction_set_is_declined():
 
 def test_structs_are_as_the_header_has_them():
     header = re.sub(r"/\*.*?\*/", "", (_guarded.CSRC / "convselect.h").read_text(), flags=re.DOTALL)
-    for struct, of in ((_library.Conv, "cs_conv"), (_library.Epilogue, "cs_epilogue")):
+    structs = {
+        "cs_conv": _library.Conv, "cs_epilogue": _library.Epilogue, "cs_block": _library.Block,
+        "cs_layer": _library.Layer, "cs_input": _library.Input,
+    }  # fmt: skip
+    for of, struct in structs.items():
         body = re.search(r"typedef struct \{([^}]*)\} " + of, re.sub(r"/\*.*?\*/", "", header, flags=re.DOTALL)).group(
             1
         )
         fields = []
-        for kind, names in re.findall(r"(int64_t|int32_t|const float|const void) ([^;]+);", body):
+        for kind, names in re.findall(r"(int64_t|int32_t|const float|float|const void) ([^;]+);", body):
             size = {"int64_t": ctypes.c_int64, "int32_t": ctypes.c_int32}.get(kind, ctypes.c_void_p)
             fields += [(name.strip(" *"), size) for name in names.split(",")]
         assert fields == [tuple(field) for field in struct._fields_]

@@ -1,16 +1,12 @@
 from __future__ import annotations
 
-import json
 import math
-from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
 
 from convselect.kernels import BY_NAME, Algorithm, Grade
-from convselect.model import measure
-from convselect.model.dataset import KERNEL_CLASSES, kernel_class, read_rows
+from convselect.model import measure, sampling
 from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction, conv_problem, layout_of
 
 NATIVE = BY_NAME["native"]
@@ -19,17 +15,6 @@ TINY = (
     conv_problem(2, 4, 6, 5, 6, 1, 1, direction="backward_data"),
     conv_problem(2, 4, 6, 5, 4, 3, 3, groups=4, direction="backward_weight", dtype="bfloat16"),
 )
-MODELS = ("anet1", "bnet2", "cnet3")
-LAYERS = [
-    ("anet", conv_problem(1, 64, 28, 28, 64, 1, 1)),
-    ("anet", conv_problem(1, 64, 28, 28, 64, 3, 3, padding=1)),
-    ("bnet", conv_problem(1, 64, 28, 28, 64, 3, 3, stride=2, padding=1)),
-    ("bnet", conv_problem(1, 64, 28, 28, 64, 3, 3, padding=1, groups=64)),
-    ("cnet", conv_problem(1, 64, 28, 28, 64, 3, 3, padding=1, groups=4)),
-    ("cnet", conv_problem(1, 64, 28, 28, 64, 7, 7, padding=3, groups=64)),
-    ("dnet", conv_problem(1, 64, 28, 28, 64, 5, 5, padding=2)),
-    ("huge", conv_problem(1, 512, 224, 224, 512, 3, 3, padding=1)),
-]
 
 
 class Like(Algorithm):
@@ -189,7 +174,7 @@ def test_restoring_natives_strides_is_part_of_the_time():
 @pytest.mark.parametrize("layout", [CONTIGUOUS, CHANNELS_LAST])
 def test_operands_are_what_the_problem_says(direction: Direction, layout: str):
     problem = conv_problem(2, 6, 9, 8, 4, 3, 2, direction=direction, groups=2, dtype="float16")
-    problem = measure.with_layouts(problem, layout == CHANNELS_LAST, layout == CHANNELS_LAST)
+    problem = sampling.with_layouts(problem, layout == CHANNELS_LAST, layout == CHANNELS_LAST)
     a, b = measure.operands(problem)
     shapes = {
         Direction.FORWARD: (problem.x_shape, problem.weight_shape),
@@ -202,112 +187,3 @@ def test_operands_are_what_the_problem_says(direction: Direction, layout: str):
     if direction != Direction.BACKWARD_WEIGHT:
         assert layout_of(b) == problem.weight_layout == layout
     assert all(torch.equal(t, u) for t, u in zip(measure.operands(problem), (a, b), strict=True))
-
-
-# ---- drawing ----------------------------------------------------------------------------------------------------
-
-
-def test_draws_are_repeatable_distinct_and_cover_all_classes():
-    drawn = list(measure.draw(LAYERS, 150, seed=3))
-    assert drawn == list(measure.draw(LAYERS, 150, seed=3))
-    assert drawn != list(measure.draw(LAYERS, 150, seed=4))
-    problems = [problem for _, problem in drawn]
-    assert len(set(problems)) == 150
-    assert {kernel_class(p) for p in problems} == set(KERNEL_CLASSES)
-    assert {p.direction for p in problems} == set(Direction)
-    assert {p.N for p in problems} == {1, 2, 8}
-    assert {p.dtype for p in problems} == {"float32", "bfloat16", "float16"}
-    assert Counter(p.dtype for p in problems)["float32"] > 75
-    layouts = Counter(p.layout for p in problems)
-    assert layouts[CONTIGUOUS] > layouts[CHANNELS_LAST] > 0
-    assert all(p.threads == 1 for p in problems)
-
-
-def test_draws_stay_below_the_caps():
-    emulated, native = {}, {"avx512_bf16": True}
-    for flags in (emulated, native):
-        for model, problem in measure.draw(LAYERS, 150, flags=flags):
-            assert model != "huge"
-            assert problem.flops <= measure.flops_cap(problem, flags)
-    half = LAYERS[1][1]._replace(dtype="bfloat16")
-    assert measure.flops_cap(half, native) == measure.FLOPS_CAP == 8 * measure.flops_cap(half, emulated)
-    assert measure.flops_cap(LAYERS[3][1], native) < measure.FLOPS_CAP / 2
-
-
-def test_draws_end_when_there_are_no_more():
-    only = [("m", conv_problem(1, 1, 5, 5, 1, 3, 3))]
-    drawn = list(measure.draw(only, 50, dtypes=["float32"]))
-    assert len(drawn) == 9  # 3 directions x 3 batches; one channel has one layout
-    assert list(measure.draw([], 5)) == []
-    assert list(measure.draw([LAYERS[-1]], 5)) == []
-
-
-def test_layers_are_read_from_either_kind_of_file(tmp_path: Path):
-    head = "N,C,H,W,K,R,S,stride_h,stride_w,pad_h,pad_w,dil_h,dil_w,groups\n"
-    (tmp_path / "a.csv").write_text("model,calls," + head + "resnet18,2,1,6,9,8,4,3,2,2,1,1,0,1,2,2\n")
-    lines = "lib:a,1,6,9,8,4,3,2,2,1,1,0,1,2,2\nlib:b,1,1,2,2,1,9,9,1,1,0,0,1,1,1\n"
-    (tmp_path / "b.csv").write_text("source," + head + lines)
-    want = conv_problem(1, 6, 9, 8, 4, 3, 2, stride=(2, 1), padding=(1, 0), dilation=(1, 2), groups=2)
-    assert measure.read_layers(tmp_path / "a.csv") == [("resnet18", want)]
-    assert measure.read_layers(tmp_path / "b.csv") == [("lib:a", want)]  # the other has no output
-
-
-# ---- collecting -------------------------------------------------------------------------------------------------
-
-
-def test_a_collection_is_written_resumed_and_described(tmp_path: Path):
-    out, bad, same = tmp_path / "times.csv", Like("bad", lambda y: -y), Like("same", revision=3)
-    pool, problems = [NATIVE, bad, same], list(zip(MODELS, TINY, strict=True))
-    assert measure.collect(problems[:2], out, pool) == 2
-    assert bad.calls == 2
-    first = out.read_bytes()
-
-    seen = []
-    assert measure.collect(problems, out, pool, on_problem=lambda p, new: seen.append((p, new))) == 1
-    assert seen == [(TINY[0], False), (TINY[1], False), (TINY[2], True)]
-    assert bad.calls == 3
-    assert out.read_bytes().startswith(first)
-    rows = read_rows(out)
-    assert [(row.model, row.problem, row.algorithm) for row in rows] == [
-        (model, problem, name) for model, problem in problems for name in ("native", "bad", "same")
-    ]
-    assert {row.algorithm: row.status for row in rows} == {"native": "ok", "bad": "wrong", "same": "ok"}
-    assert {row.algorithm: row.revision for row in rows} == {"native": 1, "bad": 1, "same": 3}
-
-    record = json.loads(measure.environment_path(out).read_text())
-    assert record["machine"] == measure.machine()
-    assert record["algorithms"] == {"native": 1, "bad": 1, "same": 3}
-    assert record["environment"]["torch"] == torch.__version__
-
-
-def test_a_file_of_another_machine_is_not_continued(tmp_path: Path):
-    out = tmp_path / "times.csv"
-    measure.collect([("m", TINY[0])], out, [NATIVE])
-    record = json.loads(measure.environment_path(out).read_text())
-    record["machine"]["device"] = "another"
-    measure.environment_path(out).write_text(json.dumps(record))
-    before = out.read_bytes()
-    with pytest.raises(ValueError, match="measure into a new file"):
-        measure.collect([("m", TINY[1])], out, [NATIVE])
-    assert out.read_bytes() == before
-
-
-def test_the_time_limit_ends_a_collection(tmp_path: Path):
-    assert measure.collect(zip(MODELS, TINY, strict=True), tmp_path / "t.csv", [NATIVE], minutes=0.0) == 0
-
-
-def test_the_command_measures_the_pool(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    layers, out = tmp_path / "layers.csv", tmp_path / "times.csv"
-    layers.write_text(
-        "model,N,C,H,W,K,R,S,stride_h,stride_w,pad_h,pad_w,dil_h,dil_w,groups\nresnet18,1,8,9,8,4,3,3,1,1,1,1,1,1,1\n"
-    )
-    arguments = ["--problems", str(layers), "--out", str(out), "--count", "3", "--dtypes", "float32"]
-    measure.main(arguments)
-    assert "3 problems measured" in capsys.readouterr().out
-    rows = read_rows(out)
-    assert len({row.problem for row in rows}) == 3
-    assert {row.status for row in rows} <= {"ok", "censored"}
-    assert sum(row.algorithm == "native" for row in rows) == 3
-    measure.main(arguments)
-    assert "0 problems measured" in capsys.readouterr().out
-    assert json.loads(measure.environment_path(out).read_text())["problems"] == "layers.csv"

@@ -12,17 +12,26 @@ import torch
 
 from convselect.choose import GRADE_OF_PRECISION, choose
 from convselect.kernels import BY_NAME
-from convselect.model import dataset, train
-from convselect.model.dataset import HEADER, Row, Table, append_rows, family_of, folds, ratio_target, read_rows
+from convselect.model import dataset, evaluate, targets, train
+from convselect.model.dataset import (
+    HEADER,
+    Row,
+    Table,
+    append_rows,
+    environment_path,
+    family_of,
+    folds,
+    ratio_target,
+    read_rows,
+)  # fmt: skip
 from convselect.model.inference import Predictor
-from convselect.model.measure import environment_path
 from convselect.model.reformer import PAPER_PARAMETERS
 from convselect.problem import CHANNELS_LAST, ConvProblem, Direction, conv_problem
 from convselect.settings import Settings
 
 NAN = float("nan")
 PROBLEM = conv_problem(1, 8, 9, 9, 8, 3, 3, padding=1)
-QUICK = train.Recipe(steps=120)
+QUICK = train.Recipe(steps=120, alpha=4.0)
 FAMILIES = ("alexnet", "bagnet", "convnext", "densenet", "efficientnet", "fbnet", "ghostnet")
 MACHINE = {"family": "cpu-x86-avx2", "host_flags": {"avx512_bf16": False}, "device": "test", "torch": "2.13"}
 
@@ -93,7 +102,7 @@ def test_impossible_times_are_refused(times: list[list[float]], match: str):
 def test_masked_cross_entropy_ignores_what_does_not_apply():
     logits = torch.tensor([[1.0, 50.0, 0.0]], requires_grad=True)
     applicable = torch.tensor([[True, False, True]])
-    loss = train.masked_cross_entropy(logits, torch.tensor([[0.75, 0.0, 0.25]]), applicable)
+    loss = targets.masked_cross_entropy(logits, torch.tensor([[0.75, 0.0, 0.25]]), applicable)
     y = math.e / (math.e + 1)
     assert loss.item() == pytest.approx(-0.75 * math.log(y) - 0.25 * math.log(1 - y))
     loss.backward()
@@ -245,7 +254,7 @@ def test_kernel_classes(problem: ConvProblem, want: str):
 
 def test_figures_of_known_choices():
     times = np.array([[4.0, 2.0, NAN], [4.0, 8.0, 1.0], [3.0, 3.03, 6.0], [2.0, NAN, 4.0]])
-    figures = train.judge(np.array([1, 1, 1, 0]), times)
+    figures = evaluate.judge(np.array([1, 1, 1, 0]), times)
     assert figures["fraction_of_oracle_mean"] == pytest.approx((1 + 1 / 8 + 3 / 3.03 + 1) / 4)
     assert figures["fraction_of_oracle_min"] == pytest.approx(1 / 8)
     assert figures["speedup_geomean"] == pytest.approx((2 * 0.5 * 3 / 3.03 * 1) ** 0.25)
@@ -276,7 +285,7 @@ def test_choices_are_those_of_choose():
                 return self
 
         choice = choose(problem, BY_NAME, settings, predictor=Fixed())
-        matrix = train.chosen(gains, np.where(applies, 1.0, NAN)[None], 0.1)
+        matrix = evaluate.chosen(gains, np.where(applies, 1.0, NAN)[None], 0.1)
         assert choice.algorithm == names[matrix[0]]
         taken.add(choice.algorithm)
     assert taken == set(names)
@@ -288,8 +297,8 @@ def test_figures_count_what_the_default_precision_admits():
     rows = [timed(problem, "native", 4), timed(problem, loose.name, 1), timed(problem, "unheard of", 2)]
     table = Table.from_rows(rows)
     assert table.names == ("native", "unheard of", loose.name)
-    np.testing.assert_array_equal(train.admitted(table), [[4, 2, NAN]])
-    np.testing.assert_array_equal(train.admitted(table, "fast"), [[4, 2, 1]])
+    np.testing.assert_array_equal(evaluate.admitted(table), [[4, 2, NAN]])
+    np.testing.assert_array_equal(evaluate.admitted(table, "fast"), [[4, 2, 1]])
     np.testing.assert_array_equal(table.times_us, [[4, 2, 1]])
 
 
@@ -301,12 +310,12 @@ def test_the_margin_stops_harm_that_buys_nothing():
     # Half is predicted and is 2x faster; the rest is predicted 1.25x faster and is, at random, 5 % faster or slower.
     times[: n // 2, 1], gains[: n // 2, 1] = 0.5, math.log(2)
     times[n // 2 :, 1], gains[n // 2 :, 1] = np.exp(0.05 * rng.choice([-1, 1], n // 2)), 0.22
-    margin = train.best_margin(gains, times)
+    margin = evaluate.best_margin(gains, times)
     assert margin == 0.25
-    assert train.judge(train.chosen(gains, times, margin), times)["slower_than_native_share"] == 0
+    assert evaluate.judge(evaluate.chosen(gains, times, margin), times)["slower_than_native_share"] == 0
     # Where all predictions hold, the smallest margin will do.
     times[n // 2 :, 1] = 0.96
-    assert train.best_margin(gains, times) == train.MARGINS[0]
+    assert evaluate.best_margin(gains, times) == evaluate.MARGINS[0]
 
 
 # ---- training ---------------------------------------------------------------------------------------------------
@@ -355,12 +364,14 @@ def test_from_measured_files_to_an_artifact_that_predicts(tmp_path: Path):
     assert card.algorithm_names == ("native", "gemm", "tiles")
     assert card.dtypes == ("float32",)
     assert card.data["parameters"] <= PAPER_PARAMETERS
-    assert card.margin in train.MARGINS
+    assert card.margin in evaluate.MARGINS
     overall = card.figures["held_out"]["overall"]
     assert overall["problems"] == card.data["problems"]
     for title in ("by_direction", "by_source"):
         assert sum(f["problems"] for f in card.figures["held_out"][title].values()) == overall["problems"]
-    assert "overall" in train.report(card)
+    assert train.report(card)[0][:2] == ["overall", str(overall["problems"])]
+    assert card.limits
+    assert card.sharpness > 0
 
     path = tmp_path / "out" / "cpu-x86-avx2.npz"
     predictor = Predictor.load(path)
@@ -386,8 +397,8 @@ def test_times_of_different_machines_are_not_mixed(tmp_path: Path):
 
 
 def test_more_algorithms_than_the_parameter_bound_admits_are_refused():
-    x = torch.zeros(4, 52)
+    x = torch.zeros(4, 55)
     with pytest.raises(ValueError, match="the bound is 80978"):
-        train.fit(x, np.ones((4, 60)), QUICK)
+        train.fit(x, np.ones((4, 90)), QUICK)
     with pytest.raises(ValueError, match="too few"):
         train.fit(x[:1], np.ones((1, 3)), QUICK)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction, layout_of
 
-ABI = 2
+ABI = 3
 OK, NO_MEMORY, UNSUPPORTED, NONFINITE = range(4)
 ISAS = {"base": 0, "avx2": 1, "avx512": 2}
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
@@ -281,3 +281,65 @@ def workspace_bytes(query: str, problem: ConvProblem, before: Sequence[int] = ()
     if scratch < 0:
         raise NotImplementedError(f"{query} does not apply to {problem}")
     return scratch + copied_bytes(problem)
+
+
+# ---- small networks ---------------------------------------------------------------------------------------------
+
+LAYER_ROWS = 16
+
+
+class Layer(ctypes.Structure):
+    """`cs_layer` of csrc/convselect.h."""
+
+    _fields_ = (
+        ("matrix", ctypes.c_void_p), ("source", ctypes.c_void_p), ("target", ctypes.c_void_p),
+        ("rows", ctypes.c_int64), ("columns", ctypes.c_int64), ("padded", ctypes.c_int64),
+        ("rectified", ctypes.c_int32), ("reserved", ctypes.c_int32),
+    )  # fmt: skip
+
+
+class Input(ctypes.Structure):
+    """`cs_input` of csrc/convselect.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("low", "high", "mean", "scale", "target")),
+        ("n", ctypes.c_int64),
+    )
+
+
+def network(x: Any, normalise: Sequence[Any], layers: Sequence[tuple[Any, Any, Any, bool]]) -> Callable[[], object]:
+    """A function that runs a chain of matrix-vector products on what `x` then holds.
+
+    Args:
+        x: the input (n,); numpy float32, as all that follows.
+        normalise: low, high, mean, scale, target: vectors (n,).
+        layers: (matrix (rows, columns), source (columns,), target (rows,), rectified) each; vectors contiguous. Vectors
+            are used where they lie, matrices are copied. All must stay alive, which the function sees to.
+    """
+    import numpy as np
+
+    loaded = library()
+    assert loaded is not None
+    function = loaded["cs_network"]
+    pointer = ctypes.c_void_p
+    function.argtypes = (ctypes.c_int32, pointer, pointer, pointer, ctypes.c_int64)
+    function.restype = ctypes.c_int32
+    chain = (Layer * len(layers))()
+    held: list[Any] = [x, normalise, layers, chain]
+    for entry, (matrix, source, target, rectified) in zip(chain, layers, strict=True):
+        rows, columns = matrix.shape
+        padded = -(-rows // LAYER_ROWS) * LAYER_ROWS
+        by_column = np.zeros((columns, padded), np.float32)
+        by_column[:, :rows] = matrix.T
+        held.append(by_column)
+        entry.matrix, entry.source, entry.target = by_column.ctypes.data, source.ctypes.data, target.ctypes.data
+        entry.rows, entry.columns, entry.padded, entry.rectified = rows, columns, padded, rectified
+    addresses = [vector.ctypes.data for vector in normalise]
+    given = Input(*addresses, len(normalise[0]))
+    held.append(given)
+    what, steps = ctypes.addressof(given), ctypes.addressof(chain)
+    return functools.partial(_run_network, held, function, isa(), what, x.ctypes.data, steps, len(layers))
+
+
+def _run_network(_held: object, function: Any, *arguments: int) -> object:
+    return function(*arguments)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from convselect.problem import ConvProblem, Direction
+from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction, conv_problem
 
 NATIVE = "native"
 STATUSES = ("ok", "wrong", "failed", "censored")
@@ -28,7 +29,8 @@ class Row(NamedTuple):
     `status` is "ok"; "censored": dropped after the first rounds as hopeless, with the time of those; "wrong": its
     result was, and it was never timed; "failed": it raised. `clock` says what the times are: "thread" CPU time of the
     calling thread (one thread), or "wall". `wall_us` is the median wall time of the same calls. Times in us, NaN
-    where there are none.
+    where there are none. `repeat` is 1 for a second, independent measurement, which tells how far the first can be
+    trusted; else 0.
     """
 
     model: str
@@ -43,10 +45,12 @@ class Row(NamedTuple):
     p80_us: float = float("nan")
     wall_us: float = float("nan")
     rounds: int = 0
+    repeat: int = 0
 
 
 _TIMES = ("min_us", "median_us", "p20_us", "p80_us", "wall_us")
 HEADER = ("model", "kernel_class", *ConvProblem._fields, *Row._fields[2:])
+_HEADERS = (HEADER, HEADER[:-1])  # files from before problems were measured twice lack `repeat`
 
 
 def kernel_class(problem: ConvProblem) -> str:
@@ -82,7 +86,7 @@ def append_rows(path: str | Path, rows: Iterable[Row]) -> None:
     for row in rows:
         times = [f"{getattr(row, name):.3f}" for name in _TIMES]
         head = [row.algorithm, row.revision, row.status, row.clock]
-        writer.writerow([row.model, kernel_class(row.problem), *row.problem, *head, *times, row.rounds])
+        writer.writerow([row.model, kernel_class(row.problem), *row.problem, *head, *times, row.rounds, row.repeat])
     with Path(path).open("a+b") as file:
         whole = _whole_bytes(file)
         file.truncate(whole)
@@ -115,19 +119,33 @@ def read_rows(path: str | Path) -> list[Row]:
     lines = text[: text.rfind(b"\n") + 1].decode().splitlines()
     reader = csv.reader(lines)
     header = tuple(next(reader, ()))
-    if header != HEADER:
+    if header not in _HEADERS:
         raise ValueError(f"{path} is not a file of measured times of this version: its header differs")
     n = len(ConvProblem._fields)
     rows = []
     for cells in reader:
-        if len(cells) != len(HEADER):
-            raise ValueError(f"{path}, line {reader.line_num}: {len(cells)} fields instead of {len(HEADER)}")
-        algorithm, revision, status, clock, *numbers, rounds = cells[2 + n :]
+        if len(cells) != len(header):
+            raise ValueError(f"{path}, line {reader.line_num}: {len(cells)} fields instead of {len(header)}")
+        algorithm, revision, status, clock, *numbers, rounds, repeat = cells[2 + n :] + ["0"] * (
+            len(HEADER) - len(header)
+        )
         if status not in STATUSES:
             raise ValueError(f"{path}, line {reader.line_num}: unknown status {status!r}")
         problem = _problem(cells[2 : 2 + n])
         times = dict(zip(_TIMES, map(float, numbers), strict=True))
-        rows.append(Row(cells[0], problem, algorithm, int(revision), status, clock, **times, rounds=int(rounds)))
+        rows.append(
+            Row(
+                cells[0],
+                problem,
+                algorithm,
+                int(revision),
+                status,
+                clock,
+                **times,
+                rounds=int(rounds),
+                repeat=int(repeat),
+            )
+        )
     return rows
 
 
@@ -140,6 +158,45 @@ def _problem(cells: Sequence[str]) -> ConvProblem:
         else:
             values.append(cell if isinstance(default, str) else int(cell))
     return ConvProblem(*values)  # type: ignore[arg-type]
+
+
+def environment_path(path: str | Path) -> Path:
+    """The file beside a CSV file of times that says where they were measured."""
+    return Path(f"{path}.env.json")
+
+
+_MACHINE = ("family", "host_flags", "device", "torch")
+
+
+def read_measurements(paths: Sequence[str | Path], max_drift: float | None = None) -> tuple[list[Row], dict[str, Any]]:
+    """(rows, the machine that measured them: family, host_flags, device, torch) of stores and of our CSV files.
+
+    Args:
+        max_drift: of a store, leave out blocks across which the sentinel moved by more than this ratio.
+
+    Raises:
+        ValueError: where they come from machines whose times must not be mixed, or hold nothing.
+        OSError: where a file cannot be read.
+    """
+    from convselect.store import Store, is_store
+
+    rows: list[Row] = []
+    machines: list[tuple[str, dict[str, Any]]] = []
+    for path in paths:
+        if is_store(path):
+            with Store(path) as store:
+                environments = list(store.environments().values())
+                rows += store.rows(max_drift=max_drift)
+        else:
+            environments = [json.loads(environment_path(path).read_text())["machine"]]
+            rows += read_rows(path)
+        machines += [(str(path), {name: one[name] for name in _MACHINE}) for one in environments]
+    for path, machine in machines:
+        if machine != machines[0][1]:
+            raise ValueError(f"{path} was measured on {machine}, {machines[0][0]} on {machines[0][1]}")
+    if not rows:
+        raise ValueError(f"{', '.join(map(str, paths))} hold no measurements")
+    return rows, machines[0][1]
 
 
 # ---- tables -----------------------------------------------------------------------------------------------------
@@ -164,13 +221,14 @@ class Table:
 
     @classmethod
     def from_rows(cls, rows: Iterable[Row]) -> Table:
-        """Only the latest revision of each algorithm counts; a problem measured twice gets the lower times. Problems
+        """Only the latest revision of each algorithm counts; of two rows for the same problem the lower time, but
+        second measurements (`repeat`) are left out: they judge the first. Problems
         without a time for native, or with nothing to choose from beside it, are left out.
 
         Raises:
             ValueError: where nothing is left.
         """
-        rows = list(rows)
+        rows = [row for row in rows if not row.repeat]
         revisions: dict[str, int] = {}
         for row in rows:
             revisions[row.algorithm] = max(row.revision, revisions.get(row.algorithm, row.revision))
@@ -195,6 +253,83 @@ class Table:
         names = (NATIVE, *others)
         table = np.array([[times[problem].get(name, np.nan) for name in names] for problem in kept], np.float64)
         return cls(kept, [models[p] for p in kept], names, table, {name: revisions[name] for name in names})
+
+    @property
+    def native(self) -> int | None:
+        """The column of "native", where there is one."""
+        return self.names.index(NATIVE) if NATIVE in self.names else None
+
+    def part(self, members: npt.NDArray[Any]) -> Table:
+        """The table of some of its problems: a mask or indices (m,)."""
+        chosen = np.arange(len(self.problems))[members]
+        return Table(
+            [self.problems[i] for i in chosen], [self.models[i] for i in chosen], self.names, self.times_us[chosen],
+            self.revisions,
+        )  # fmt: skip
+
+
+# ---- other people's times ---------------------------------------------------------------------------------------
+
+_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
+_LAYOUTS = {"nchw": CONTIGUOUS, "nhwc": CHANNELS_LAST}
+
+
+def read_wide(path: str | Path) -> Table:
+    """A table of times measured by others: CSV (`.gz`: compressed) with one line per problem and one column
+    `<name>_ms` per algorithm, milliseconds, empty where it does not apply.
+
+    Columns N C H W K R S stride_h/w pad_h/w dil_h/w groups are needed; direction (forward), dtype (FP32), layout (NCHW)
+    and a source (`model`, `source` or `arch`) may be missing. Lines with fewer than two times, of which there is
+    nothing to choose, are left out.
+
+    Raises:
+        ValueError: where columns are missing, a cell is not a number, or nothing is left; with file and line.
+    """
+    data = Path(path).read_bytes()
+    text = gzip.decompress(data) if Path(path).suffix == ".gz" else data
+    reader = csv.DictReader(text.decode().splitlines())
+    columns = [name for name in reader.fieldnames or () if name.endswith("_ms")]
+    if not columns:
+        raise ValueError(f"{path} has no column of times, <name>_ms")
+    problems, models, times = [], [], []
+    for line in reader:
+        try:
+            row = [float(line[name]) * 1e3 if line[name] else float("nan") for name in columns]
+            problem = _wide_problem(line)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path}, line {reader.line_num}: {type(error).__name__}: {error}") from None
+        if sum(value == value for value in row) > 1 and problem.P > 0 and problem.Q > 0:
+            problems.append(problem)
+            models.append(next((line[name] for name in ("model", "source", "arch") if line.get(name)), "unknown"))
+            times.append(row)
+    if not problems:
+        raise ValueError(f"{path} holds no problem with two times")
+    names = tuple(name.removesuffix("_ms") for name in columns)
+    return Table(problems, models, names, np.array(times, np.float64), dict.fromkeys(names, 1))
+
+
+def _wide_problem(line: Mapping[str, str]) -> ConvProblem:
+    sizes = [int(line[name]) for name in ("N", "C", "H", "W", "K", "R", "S")]
+    stride, padding, dilation = ((int(line[f"{a}_h"]), int(line[f"{a}_w"])) for a in ("stride", "pad", "dil"))
+    dtype, layout = line.get("dtype") or "FP32", line.get("layout") or "NCHW"
+    if dtype.lower() not in _DTYPES or layout.lower() not in _LAYOUTS:
+        raise ValueError(f"unknown dtype {dtype!r} or layout {layout!r}")
+    layout = _LAYOUTS[layout.lower()]
+    return conv_problem(
+        *sizes, stride=stride, padding=padding, dilation=dilation, groups=int(line["groups"]),
+        direction=line.get("direction") or "forward", dtype=_DTYPES[dtype.lower()],
+        layout=layout, weight_layout=layout,
+    )  # fmt: skip
+
+
+def is_wide(path: str | Path) -> bool:
+    """Whether a CSV file has columns `<name>_ms`."""
+    data = Path(path).read_bytes()
+    text = gzip.decompress(data) if Path(path).suffix == ".gz" else data
+    return any(name.endswith("_ms") for name in text[: text.find(b"\n")].decode(errors="replace").strip().split(","))
+
+
+# ---- splits -----------------------------------------------------------------------------------------------------
 
 
 def folds(models: Sequence[str], n_folds: int, seed: int = 0) -> tuple[npt.NDArray[np.int64], str]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import platform
 from collections.abc import Mapping
 
 import torch
 
+from convselect import timing
 from convselect.kernels import _library
 from convselect.model.inference import SIXTEEN_BIT_FLAGS
 
@@ -59,3 +62,16 @@ def host_flags(
         for flags in SIXTEEN_BIT_FLAGS.values()
         for flag in flags
     }
+
+
+def fingerprint() -> str:
+    """Of this machine, as far as it changes which algorithm is fastest: processor, instruction set, torch. What is
+    measured here holds where this is the same, exactly."""
+    capability = cpu_capability()
+    what = {
+        "family": family_of_host(capability),
+        "host_flags": host_flags(capability),
+        "device": timing.cpu_model(),
+        "torch": torch.__version__,
+    }
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,4 +1,5 @@
-"""`Predictor`: one artifact file, run in numpy. No torch, no training code, no allocation in the matrix products.
+"""`Predictor`: one artifact file, run in numpy, or in C where the kernels are loaded. No torch, no training code, no
+allocation in the matrix products.
 
 An artifact is one `.npz` file without pickles: the folded matrices of a Reformer (`reformer.fold`), possibly stored in
 float16, and one JSON text, its `Card`. Everything a `Card` promises is checked on loading; what a predictor was
@@ -12,6 +13,7 @@ import io
 import json
 import math
 import os
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,7 +36,7 @@ LOG_GAIN_PER_UNSEEN_DOUBLING = math.log(1.5)
 """Added to the margin for each doubling of threads beyond those measured."""
 
 Array = npt.NDArray[np.float32]
-_Program = tuple[tuple[Array, Array, Array, Array, Array], list[tuple[Array, Array, Array, Array]], Array]
+_Program = tuple[Any, Any, Array]
 
 
 class ArtifactError(ValueError):
@@ -55,7 +57,10 @@ class Card:
         host_flags: the processor features of `SIXTEEN_BIT_FLAGS` on the measuring machine.
         threads: thread counts measured.
         revisions: algorithm name -> `Algorithm.revision` that was measured.
-        versions, data, figures: library versions, description of the data set, held-out results.
+        versions, data, figures, limits: library versions, description of the data set, held-out results, what they do
+            not cover.
+        sharpness: factor on predicted log gains for which a softmax over them says how likely each algorithm is the
+            fastest, fitted on held-out problems; None: that of the training target, `alpha`.
     """
 
     family: str
@@ -70,6 +75,8 @@ class Card:
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     data: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     figures: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    limits: str = ""
+    sharpness: float | None = None
     feature_names: tuple[str, ...] = FEATURE_NAMES
     features_version: int = FEATURES_VERSION
     format_version: int = FORMAT_VERSION
@@ -91,7 +98,7 @@ class Card:
             for name in ("algorithm_names", "dtypes", "threads", "feature_names"):
                 values[name] = tuple(values[name])
             card = cls(**values)
-            sound = card.alpha > 0 and 0 <= card.margin < math.inf
+            sound = card.alpha > 0 and 0 <= card.margin < math.inf and (card.sharpness is None or card.sharpness > 0)
         except (TypeError, KeyError):
             raise ArtifactError("the model file's card lacks a field or has one too many: it is damaged") from None
         if not sound:
@@ -99,11 +106,43 @@ class Card:
         if card.features_version != FEATURES_VERSION or card.feature_names != FEATURE_NAMES:
             raise ArtifactError(
                 f"the model file was trained on features of version {card.features_version}, this is version "
-                f"{FEATURES_VERSION}; retrain it with convselect.model.train"
+                f"{FEATURES_VERSION}; retrain it with `convselect train`"
             )
-        if NATIVE not in card.algorithm_names or len(set(card.algorithm_names)) != len(card.algorithm_names):
+        # Artifacts of other people's algorithms are for comparison, and have a device that no problem has.
+        ours = card.device in ("cpu", "cuda")
+        if (ours and NATIVE not in card.algorithm_names) or len(set(card.algorithm_names)) != len(card.algorithm_names):
             raise ArtifactError("the model file's algorithm names are not unique or lack 'native'")
         return card
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """Corrections of one artifact for one machine.
+
+    Attributes:
+        fingerprint: of the machine, `host.fingerprint`.
+        artifact, digest: name of the model file's family, and digest of its bytes.
+        bias: algorithm -> what to add to its predicted ln(t_native / t).
+        problems: how many were timed.
+    """
+
+    fingerprint: str
+    artifact: str
+    digest: str
+    bias: Mapping[str, float]
+    problems: int
+
+    @classmethod
+    def from_json(cls, text: str) -> Calibration:
+        """Raises `ArtifactError` unless `text` is a calibration that this version understands."""
+        try:
+            found = cls(**json.loads(text))
+            sound = all(math.isfinite(b) for b in found.bias.values())
+        except (ValueError, TypeError, AttributeError):
+            sound = False
+        if not sound:
+            raise ArtifactError("the calibration is damaged or of another version; run `convselect calibrate` again")
+        return found
 
 
 class Prediction:
@@ -115,10 +154,18 @@ class Prediction:
         margin: predicted ln(t_native / t) up to which native should be kept.
     """
 
-    __slots__ = ("_alpha", "_by_name", "logits", "margin", "names", "ranked")
+    __slots__ = ("_alpha", "_by_name", "_temperature", "logits", "margin", "names", "ranked")
 
-    def __init__(self, names: tuple[str, ...], logits: Sequence[float], alpha: float, margin: float = 0.0) -> None:
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        logits: Sequence[float],
+        alpha: float,
+        margin: float = 0.0,
+        sharpness: float | None = None,
+    ) -> None:
         self.margin = margin
+        self._temperature = 1.0 if sharpness is None else alpha / sharpness
         self.names = names
         self.logits = tuple(logits)
         self._by_name = dict(zip(names, logits, strict=True))
@@ -131,9 +178,9 @@ class Prediction:
 
     @property
     def probabilities(self) -> tuple[float, ...]:
-        """Softmax of the logits, in the order of `names`."""
+        """How likely each of `names` is the fastest: a softmax of the logits at the calibrated temperature."""
         top = max(self.logits)
-        exponentials = [math.exp(logit - top) for logit in self.logits]
+        exponentials = [math.exp((logit - top) / self._temperature) for logit in self.logits]
         total = sum(exponentials)
         return tuple(e / total for e in exponentials)
 
@@ -194,6 +241,15 @@ class Predictor:
             raise ArtifactError("the model file holds arrays that are not floating point: it is damaged")
         return cls(card, {name: np.ascontiguousarray(array, np.float32) for name, array in stored.items()}, host_flags)
 
+    def corrected(self, bias: Mapping[str, float], host_flags: Mapping[str, bool] | None = None) -> Predictor:
+        """The same model with so much added to algorithms' predicted log gains; native's stays 0."""
+        arrays = dict(self._arrays)
+        head = arrays["head"].copy()
+        for i, name in enumerate(self.card.algorithm_names):
+            if name != NATIVE:
+                head[i, -1] += self.card.alpha * bias.get(name, 0.0)
+        return Predictor(self.card, {**arrays, "head": head}, host_flags)
+
     def predict(self, problem: ConvProblem) -> Prediction | None:
         """The predicted ranking; None for what this artifact was not measured on (device kind, element type, 16-bit
         support of the processor, float32 computed in less) and for problems with nothing to compute. Any thread count
@@ -208,7 +264,8 @@ class Predictor:
         # to promise half as much again for every doubling.
         doublings = max(0.0, math.log2(problem.threads / max(self.card.threads)))
         margin = self.margin + doublings * LOG_GAIN_PER_UNSEEN_DOUBLING
-        return Prediction(self.card.algorithm_names, self._run(x).tolist(), self.card.alpha, margin)
+        logits = self._run(x).tolist()
+        return Prediction(self.card.algorithm_names, logits, self.card.alpha, margin, self.card.sharpness)
 
     def logits(self, x: Array) -> Array:
         """Logits (n_classes,) of a raw feature vector (n_features,), float32."""
@@ -220,6 +277,10 @@ class Predictor:
         if program is None:
             program = self._local.program = self._program()
         normalise, steps, result = program
+        if callable(steps):
+            normalise[:] = x
+            steps()
+            return result
         low, high, mean, scale, z = normalise
         np.maximum(x, low, out=x)
         np.minimum(x, high, out=x)
@@ -249,7 +310,21 @@ class Predictor:
             out = a[f"out_{i}"]
             steps.append((out, buffer, following[: len(out)], zero))
         steps.append((a["head"], buffers[-1], result, minus_infinity))
+        in_c = _in_c((a["low"], a["high"], a["mean"], a["scale"], buffers[0][: len(a["mean"])]), steps)
+        if in_c is not None:
+            return *in_c, result
         return (a["low"], a["high"], a["mean"], a["scale"], buffers[0][: len(a["mean"])]), steps, result
+
+
+def _in_c(normalise: Sequence[Array], steps: Sequence[tuple[Array, Array, Array, Array]]) -> Any:
+    """(a vector for the input, the same chain on it as one call of the C library); None where that is missing, or where
+    nobody has loaded it, since loading it takes torch."""
+    library = sys.modules.get("convselect.kernels._library")
+    if library is None or not library.available():
+        return None
+    x = np.empty(len(normalise[0]), np.float32)
+    chain = [(m, source, target, bool(floor == 0)) for m, source, target, floor in steps]
+    return x, library.network(x, normalise, chain)
 
 
 def _checked(card: Card, arrays: Mapping[str, Array]) -> dict[str, Array]:

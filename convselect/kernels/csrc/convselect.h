@@ -14,7 +14,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define CS_ABI 2 /* raised with every change of a struct or a signature; the loader compares */
+#define CS_ABI 3 /* raised with every change of a struct or a signature; the loader compares */
 
 /* NONFINITE: done, but the result holds an infinity or a NaN that a transform may have spread to its neighbours. */
 enum { CS_OK = 0, CS_NO_MEMORY = 1, CS_UNSUPPORTED = 2, CS_NONFINITE = 3 };
@@ -72,5 +72,22 @@ CS_EXPORT int32_t cs_same(const void *const *words, const uint64_t *values, int6
 CS_EXPORT uint64_t cs_sum(const void *words, int64_t count);
 /* y (N, C) = the mean over the pixels of x (N, pixels, C). */
 CS_EXPORT void cs_mean(const float *x, int64_t N, int64_t pixels, int64_t C, float *y);
+
+/* One layer of a small network: target = matrix x source, negative results replaced by 0 where `rectified`.
+ * matrix is [columns][padded], padded the rows rounded up to CS_LAYER_ROWS; `rows` floats of target are written. */
+#define CS_LAYER_ROWS 16
+typedef struct {
+    const float *matrix, *source;
+    float *target;
+    int64_t rows, columns, padded;
+    int32_t rectified, reserved;
+} cs_layer;
+
+/* target = (x, between low and high, - mean) x scale, all of n; then the layers, in order. */
+typedef struct {
+    const float *low, *high, *mean, *scale;
+    float *target;
+    int64_t n;
+} cs_input;
 
 #endif

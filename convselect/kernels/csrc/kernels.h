@@ -62,5 +62,6 @@ CS_QUERIES(CS_DECLARE_QUERY)
 CS_PACKED_KERNELS(CS_DECLARE)
 CS_BLOCK_KERNELS(CS_DECLARE)
 CS_BLOCK_QUERIES(CS_DECLARE_QUERY)
+CS_DECLARE(cs_network, (const cs_input *in, const float *x, const cs_layer *layers, int64_t count), )
 
 #endif

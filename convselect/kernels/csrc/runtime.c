@@ -176,3 +176,13 @@ CS_QUERIES(CS_DEFINE_QUERY)
 CS_PACKED_KERNELS(CS_DEFINE)
 CS_BLOCK_KERNELS(CS_DEFINE)
 CS_BLOCK_QUERIES(CS_DEFINE_QUERY)
+
+/* isa as in cs_conv. */
+CS_EXPORT int32_t cs_network(int32_t isa, const cs_input *in, const float *x, const cs_layer *layers, int64_t count);
+int32_t cs_network(int32_t isa, const cs_input *in, const float *x, const cs_layer *layers, int64_t count) {
+    struct {
+        int32_t isa;
+    } choice = {isa}, *conv = &choice; /* what CS_PICK looks at */
+    if (isa < CS_ISA_BASE || isa > best_isa) return CS_UNSUPPORTED;
+    return CS_PICK(cs_network)(in, x, layers, count);
+}

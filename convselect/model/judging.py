@@ -1,0 +1,177 @@
+"""What `convselect evaluate` does: artifacts as they are, and selectors trained anew, judged on one set of times."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from convselect import timing
+from convselect.features import features
+from convselect.model import evaluate as ev
+from convselect.model.dataset import Table, read_measurements
+from convselect.model.inference import Predictor
+from convselect.model.selectors import named
+from convselect.model.train import Recipe, design, fit, is_foreign, learner, log_gains, read_measured
+
+CURVE = (0.05, 0.1, 0.2, 0.4, 0.7, 1.0)
+"""Parts of the training data of a learning curve."""
+
+
+def judge_all(
+    paths: Sequence[str | Path],
+    artifact: str | Path | None,
+    selectors: Sequence[str],
+    how: str,
+    n_folds: int,
+    one_fold: bool,
+    recipe: Recipe,
+    *,
+    learning_curve: bool = False,
+    figures: str | Path | None = None,
+) -> dict[str, Any]:
+    """Judge an artifact on everything, and each selector on what it was not trained on.
+
+    Returns:
+        `lines` for a table under `evaluate.SUMMARY_HEADER`, `judged` (name -> all figures), `noise`
+        (`evaluate.label_noise`), `problems`, `split`, `written` (paths of figures), `learning_curve`, `trained_on`
+        (files of these that the artifact's card names: its figures on them flatter).
+
+    Raises:
+        ValueError, OSError: on data that cannot be read or split; `ArtifactError`: on a damaged artifact;
+        `selectors.Missing`, ModuleNotFoundError: where a package is not installed.
+    """
+    table, _ = read_measured(paths)
+    fold, kept_apart = ev.split(table, how, n_folds, recipe.seed)
+    only = [int(fold.min())] if one_fold else None
+    judged: dict[str, Any] = {}
+    seen: list[str] = []
+    last: tuple[ev.Ints, ev.Floats] | None = None  # members, gains
+    margin = 0.0
+    if artifact is not None:
+        predictor = Predictor.load(artifact)
+        gains = artifact_gains(predictor, table)
+        margin = predictor.card.margin
+        last = np.arange(len(table.problems)), gains
+        judged[Path(artifact).stem] = _as_it_is(table, gains, predictor)
+        seen = sorted(set(predictor.card.data.get("files", ())) & {Path(path).name for path in paths})
+    for name in selectors:
+        learn = learner(recipe) if name == "reformer" else named(name, recipe.seed)
+        gains, found = ev.cross_validated(table, learn, fold, only)
+        members = np.flatnonzero(np.isin(fold, fold if only is None else only))
+        times = ev.admitted(table)[members]
+        margin = ev.best_margin(gains, times, table.native)
+        last = members, gains
+        judged[name] = {**found, "choice_us": choice_us(learn(table.part(fold != fold.min())), table)}
+        if name == "reformer":
+            judged[name]["choice_us"] = reformer_us(table, recipe)
+    curve = _learning_curve(table, fold, recipe) if learning_curve else None
+    result: dict[str, Any] = {
+        "problems": len(table.problems),
+        "split": "as it is" if not selectors else f"{len(set(fold.tolist()))} folds by {kept_apart}",
+        "environment": timing.environment(),
+        "lines": _lines(judged),
+        "judged": judged,
+        "noise": None if any(map(is_foreign, paths)) else ev.label_noise(read_measurements(paths)[0]),
+        "learning_curve": curve,
+        "trained_on": seen,
+        "written": [],
+    }
+    if figures is not None and last is not None:
+        from convselect.model.figures import draw
+
+        members, gains = last
+        part, times = table.part(members), ev.admitted(table)[members]
+        choice = ev.chosen(gains, times, margin, table.native)
+        result["written"] = draw(figures, part, times, choice, list(judged.values())[-1]["reliability"], curve)
+    return result
+
+
+def artifact_gains(predictor: Predictor, table: Table) -> ev.Floats:
+    """Predicted gains (n, c) in the table's order of algorithms; what the artifact does not know is never best."""
+    card = predictor.card
+    logits = np.stack([predictor.logits(features(p)) for p in table.problems]).astype(np.float64) / card.alpha
+    gains = np.full(table.times_us.shape, -np.inf)
+    for column, name in enumerate(table.names):
+        if name in card.algorithm_names:
+            gains[:, column] = logits[:, card.algorithm_names.index(name)]
+    return gains if table.native is None else gains - gains[:, [table.native]]
+
+
+def _as_it_is(table: Table, gains: ev.Floats, predictor: Predictor) -> dict[str, Any]:
+    times, native = ev.admitted(table), table.native
+    choice = ev.chosen(gains, times, predictor.card.margin, native)
+    best = ev.chosen(gains, times, -np.inf, None)
+    sharpness = predictor.card.sharpness or predictor.card.alpha
+    right = times[np.arange(len(best)), best] == np.nanmin(times, 1)
+    found: dict[str, Any] = {
+        "overall": ev.judge(choice, times, native),
+        **{f"best_of_{k}": ev.judge(ev.best_of(gains, times, k), times, native) for k in (2, 3)},
+        "reliability": ev.reliability(ev.confidence(gains, times, sharpness), right),
+        "choice_us": _median_us([lambda p=p: predictor.logits(features(p)) for p in table.problems[:200]]),
+    }
+    for title, labels in ev.by_group(table).items():
+        groups = {name: np.array([label == name for label in labels]) for name in sorted(set(labels))}
+        found[title] = {name: ev.judge(choice[g], times[g], native) for name, g in groups.items()}
+    return found
+
+
+def _lines(judged: dict[str, Any]) -> list[list[str]]:
+    lines = []
+    for name, found in judged.items():
+        lines.append(ev.summary(f"{name} ({found['choice_us']:.0f} us)", found["overall"]))
+        for part in ("without_margin", "best_of_2", "best_of_3"):
+            if part in found:
+                lines.append(ev.summary(f"  {part.replace('_', ' ')}", found[part]))
+        for title in ("by_source", "by_direction", "by_kernel_class", "by_dtype", "by_threads"):
+            if len(judged) == 1 and len(found[title]) > 1:
+                lines += [ev.summary(f"  {group}", f) for group, f in found[title].items()]
+    return lines
+
+
+# ---- what a choice costs ----------------------------------------------------------------------------------------
+
+
+def choice_us(predict: Any, table: Table) -> float:
+    """Median time of one choice, its features included, us."""
+    singles = [table.part(np.array([i])) for i in range(min(20, len(table.problems)))]
+    return _median_us([lambda one=one: predict(one) for one in singles])
+
+
+def reformer_us(table: Table, recipe: Recipe) -> float:
+    """The same of a Reformer as it ships, in numpy; its weights do not matter for that."""
+    from convselect.model import reformer
+    from convselect.model.inference import Card
+
+    part = table.part(np.arange(min(300, len(table.problems))))
+    model = fit(design(part.problems), part.times_us, replace(recipe, steps=2, norm="batch"))
+    card = Card("timing", table.names, recipe.alpha, 0.0, ("float32",), device="none")
+    predictor = Predictor(card, reformer.fold(model))
+    return _median_us([lambda p=p: predictor.logits(features(p)) for p in table.problems[:200]])
+
+
+def _median_us(calls: Sequence[Any]) -> float:
+    def one_after_the_other() -> None:
+        for call in calls:
+            call()
+
+    return timing.interleaved({"": one_after_the_other}, 5)[""].median_us / len(calls)
+
+
+def _learning_curve(table: Table, fold: ev.Ints, recipe: Recipe) -> dict[int, float]:
+    """Training problems -> mean fraction of oracle on the first fold."""
+    first = fold.min()
+    train, held = table.part(fold != first), table.part(fold == first)
+    times = ev.admitted(held)
+    order = np.random.default_rng(recipe.seed).permutation(len(train.problems))
+    curve = {}
+    for share in CURVE:
+        part = train.part(order[: max(2, round(share * len(order)))])
+        model = fit(design(part.problems), part.times_us, recipe)
+        gains = log_gains(model, design(held.problems), recipe.alpha, held.native)
+        best = ev.chosen(gains, times, -np.inf, held.native)
+        curve[len(part.problems)] = ev.judge(best, times, held.native)["fraction_of_oracle_mean"]
+    return curve

@@ -1,0 +1,271 @@
+"""Where problems to measure come from: lists of layers, a model's own calls, and variations on both.
+
+Networks are what selection must be right for, so most problems are their layers, as they are or perturbed (another
+resolution, another width); a fill of log-uniform sizes covers what lies between and the tiny problems, where the cost
+of a call decides.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from convselect._calls import problem_of
+from convselect.model.dataset import KERNEL_CLASSES, kernel_class
+from convselect.model.inference import SIXTEEN_BIT_FLAGS
+from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction, conv_problem, layout_of
+
+Layer = tuple[str, ConvProblem]
+"""(the model it comes from, its forward problem)."""
+
+FLOPS_CAP = 5e9  # some 60 ms a call on one thread; admits the large layers of VGG at batch 1
+# Native runs these at a fraction of the dense rate; the cap is on time.
+_CAP_DIVISOR = {"depthwise": 12, "grouped": 4, "large": 2}
+_EMULATED_DIVISOR = 8  # 16-bit types that the processor does not compute in
+BYTES_CAP = 2**28
+RANDOM_SIZE = 64  # of images and channels of random layers, at most
+
+_CLASS_WEIGHTS = dict(zip(KERNEL_CLASSES, (0.22, 0.20, 0.16, 0.16, 0.08, 0.12, 0.06), strict=True))
+BATCHES = (1, 2, 8, 32)
+
+
+# ---- lists ------------------------------------------------------------------------------------------------------
+
+
+def read_layers(path: str | Path) -> list[Layer]:
+    """(model, forward problem) of each line of a CSV file of layers.
+
+    Columns: `model` (or `source`), N C H W K R S, stride_h/w, pad_h/w, dil_h/w, groups; others are ignored.
+
+    Raises:
+        ValueError: where a column is missing or a cell is not a number, with the file and the line.
+    """
+    layers = []
+    with Path(path).open(newline="") as file:
+        reader = csv.DictReader(file)
+        for line in reader:
+            try:
+                sizes = [int(line[name]) for name in ("N", "C", "H", "W", "K", "R", "S")]
+                stride, padding, dilation = (
+                    (int(line[f"{a}_h"]), int(line[f"{a}_w"])) for a in ("stride", "pad", "dil")
+                )
+                groups, name = int(line["groups"]), line["model"] if "model" in line else line["source"]
+            except (KeyError, TypeError, ValueError) as error:
+                raise ValueError(f"{path}, line {reader.line_num}: {type(error).__name__}: {error}") from None
+            problem = conv_problem(*sizes, stride=stride, padding=padding, dilation=dilation, groups=groups)
+            if problem.P > 0 and problem.Q > 0:
+                layers.append((name, problem))
+    return layers
+
+
+def random_layers(count: int, seed: int = 0) -> list[Layer]:
+    """`count` layers of log-uniform sizes, most of them tiny: networks have few of those, and the cost of a call, not
+    of its arithmetic, decides there. Their names make ten families: they are no relatives, and splits may part them."""
+    rng = np.random.default_rng(seed)
+
+    def size(low: int, high: int) -> int:
+        return round(math.exp(rng.uniform(math.log(low), math.log(high))))
+
+    layers: list[Layer] = []
+    while len(layers) < count:
+        R = int(rng.choice([1, 1, 3, 3, 3, 5, 7]))
+        C, K = size(1, RANDOM_SIZE), size(1, RANDOM_SIZE)
+        groups = C if rng.random() < 0.15 else 1
+        problem = conv_problem(
+            1, C, size(R, RANDOM_SIZE), size(R, RANDOM_SIZE), C if groups > 1 else K, R, R,
+            stride=int(rng.choice([1, 1, 1, 2])), padding=R // 2, groups=groups,
+        )  # fmt: skip
+        layers.append((f"loguniform{'abcdefghij'[len(layers) % 10]}", problem))
+    return layers
+
+
+def perturbed(problem: ConvProblem, rng: np.random.Generator) -> ConvProblem:
+    """A relative of a layer: its resolution times 1/2 to 2, its width times 1/4 to 2, both log-uniform.
+
+    Channels stay multiples of 8 where they were, and of the number of groups; groups keep their width where there are
+    several channels in each, and depthwise stays depthwise. The image stays large enough for the kernel.
+    """
+    p = problem
+    zoom, width = 2.0 ** rng.uniform(-1, 1), 2.0 ** rng.uniform(-2, 1)
+    least_h = max(1, p.kernel_extent[0] - p.pad_top - p.pad_bottom)
+    least_w = max(1, p.kernel_extent[1] - p.pad_left - p.pad_right)
+    H, W = max(least_h, round(p.H * zoom)), max(least_w, round(p.W * zoom))
+
+    def scaled(channels: int, step: int) -> int:
+        steps: int = max(1, round(channels * width / step))
+        return steps * step
+
+    if p.groups == 1:
+        # The three channels of a picture are three in any network.
+        C = p.C if p.C <= 4 else scaled(p.C, 8 if p.C % 8 == 0 else 1)
+        return p._replace(H=H, W=W, C=C, K=scaled(p.K, 8 if p.K % 8 == 0 else 1))
+    per_group = p.C // p.groups
+    groups = scaled(p.groups, 8 if per_group == 1 and p.groups % 8 == 0 else 1)
+    return p._replace(H=H, W=W, C=groups * per_group, K=groups * (p.K // p.groups), groups=groups)
+
+
+# ---- a model's calls --------------------------------------------------------------------------------------------
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes the problem of every convolution that aten computes, whoever called it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.problems: list[ConvProblem] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.convolution.default:
+            x, weight, _, *geometry = args
+            self._note(x, weight, *geometry, streamed={Direction.FORWARD: x})
+        elif func is torch.ops.aten.convolution_backward.default:
+            grad_y, x, weight, _, *geometry, mask = args
+            streamed = {Direction.BACKWARD_DATA: grad_y, Direction.BACKWARD_WEIGHT: x}
+            self._note(
+                x, weight, *geometry, streamed={d: t for (d, t), on in zip(streamed.items(), mask, strict=False) if on}
+            )
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, x: Tensor, weight: Tensor, *geometry: Any, streamed: Mapping[Direction, Tensor]) -> None:
+        stride, padding, dilation, transposed, _, groups = geometry
+        problem = None if transposed else problem_of(x, weight, tuple(stride), tuple(padding), tuple(dilation), groups)
+        if problem is not None:
+            self.problems += [
+                problem._replace(direction=direction, layout=layout_of(t)) for direction, t in streamed.items()
+            ]
+
+
+def recorded(model: nn.Module, x: Tensor, *, training: bool = True) -> list[ConvProblem]:
+    """The problems of every 2-D convolution in `model(x)`, functional ones included, and with `training` of the
+    backward pass, in the order of the calls; transposed convolutions are not among them.
+
+    The model is left as it was: mode and gradients are restored, buffers (running statistics) too.
+    """
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    gradients = [(p, p.grad) for p in model.parameters()]
+    was_training = model.training
+    recorder = _Recorder()
+    try:
+        model.train(training)
+        with torch.set_grad_enabled(training), recorder:
+            result = model(x)
+            if training:
+                # Squares, since the gradient of a plain sum is one value expanded, in no layout of a real loss.
+                total = sum(t.float().square().sum() for t in _tensors(result) if t.requires_grad)
+                if isinstance(total, Tensor):
+                    total.backward()
+    finally:
+        model.train(was_training)
+        for name, buffer in model.named_buffers():
+            buffer.copy_(before[name])
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+    return recorder.problems
+
+
+def _tensors(result: Any) -> Iterator[Tensor]:
+    if isinstance(result, Tensor):
+        yield result
+    elif isinstance(result, Mapping):
+        for value in result.values():
+            yield from _tensors(value)
+    elif isinstance(result, list | tuple):
+        for value in result:
+            yield from _tensors(value)
+
+
+# ---- drawing ----------------------------------------------------------------------------------------------------
+
+
+def flops_cap(problem: ConvProblem, flags: Mapping[str, bool]) -> float:
+    """FLOPs up to which one native call of this kind of problem is expected to stay below about 60 ms."""
+    cap = FLOPS_CAP / _CAP_DIVISOR.get(kernel_class(problem), 1)
+    needed = SIXTEEN_BIT_FLAGS.get(problem.dtype)
+    return cap if needed is None or any(flags.get(f, False) for f in needed) else cap / _EMULATED_DIVISOR
+
+
+def draw(
+    layers: Sequence[Layer],
+    count: int,
+    *,
+    seed: int = 0,
+    threads: int = 1,
+    dtypes: Sequence[str] = ("float32", "bfloat16", "float16"),
+    flags: Mapping[str, bool] | None = None,
+    batches: Sequence[int] = BATCHES,
+    perturb: float = 0.0,
+) -> Iterator[Layer]:
+    """`count` different problems: stratified by kernel class, all three directions, all batches, 70 % contiguous.
+
+    The first of `dtypes` gets 85 % (all, if it is the only one). Problems over the caps are drawn again with a
+    smaller batch. Ends early where the layers do not yield so many. The same arguments give the same problems.
+
+    Args:
+        flags: which 16-bit types the processor computes in (`host.host_flags`); the others have lower caps.
+        perturb: share of the problems that are `perturbed` relatives of the layer drawn.
+    """
+    flags = flags or {}
+    rng = np.random.default_rng(seed)
+    of_class: dict[str, list[Layer]] = {}
+    for layer in layers:
+        of_class.setdefault(kernel_class(layer[1]), []).append(layer)
+    classes = sorted(of_class)
+    weights = np.array([_CLASS_WEIGHTS[name] for name in classes])
+    seen: set[ConvProblem] = set()
+    for _ in range(100 * count):
+        if len(seen) == count or not classes:
+            return
+        candidates = of_class[classes[rng.choice(len(classes), p=weights / weights.sum())]]
+        model, problem = candidates[rng.integers(len(candidates))]
+        if perturb and rng.random() < perturb:
+            problem = perturbed(problem, rng)
+        direction = list(Direction)[rng.integers(3)]
+        dtype = dtypes[0] if len(dtypes) == 1 or rng.random() < 0.85 else dtypes[int(rng.integers(1, len(dtypes)))]
+        batch = int(rng.choice(batches))
+        channels_last, weight_follows = rng.random() < 0.3, rng.random() < 0.85
+        problem = problem._replace(direction=direction, dtype=dtype, threads=threads)
+        fitting = [n for n in sorted(batches) if n <= batch and _fits(problem._replace(N=n), flags)]
+        if not fitting:
+            continue
+        problem = problem._replace(N=fitting[-1])
+        problem = with_layouts(problem, channels_last, channels_last and weight_follows)
+        if problem not in seen:
+            seen.add(problem)
+            yield model, problem
+
+
+def _fits(problem: ConvProblem, flags: Mapping[str, bool]) -> bool:
+    return problem.flops <= flops_cap(problem, flags) and problem.bytes <= BYTES_CAP
+
+
+def mixed(first: Iterator[Layer], second: Iterator[Layer], share: float, seed: int = 0) -> Iterator[Layer]:
+    """Both streams in random order, `share` of the second while it lasts, so that a collection cut short has both."""
+    rng = np.random.default_rng(seed)
+    streams: list[Iterator[Layer] | None] = [first, second]
+    while any(stream is not None for stream in streams):
+        wanted = int(rng.random() < share)
+        index = wanted if streams[wanted] is not None else 1 - wanted
+        stream = streams[index]
+        assert stream is not None
+        try:
+            yield next(stream)
+        except StopIteration:
+            streams[index] = None
+
+
+def with_layouts(problem: ConvProblem, channels_last: bool, weight_channels_last: bool) -> ConvProblem:
+    """The problem with these memory layouts, named as `layout_of` names them: one channel or pixel is contiguous."""
+    streamed = problem.y_shape if problem.direction == Direction.BACKWARD_DATA else problem.x_shape
+    layouts = []
+    for wanted, shape in ((channels_last, streamed), (weight_channels_last, problem.weight_shape)):
+        distinct = shape[1] > 1 and shape[2] * shape[3] > 1
+        layouts.append(CHANNELS_LAST if wanted and distinct else CONTIGUOUS)
+    return problem._replace(layout=layouts[0], weight_layout=layouts[1])

@@ -1,0 +1,109 @@
+"""Training targets: what a network's logits z (n, c) are asked to be, given times t (n, c) of which some do not exist.
+
+    ratio         cross-entropy with p ~ t^-a. Its minimum is z = -a ln t + const: ICLR 2025 submission 13039 has a = 1
+    reverse_kl    KL(softmax(z) || p) for the same p: rather certain of one good algorithm than spread over all of them
+    one_hot       cross-entropy with the fastest: what a classifier learns
+    softmax       cross-entropy with p = softmax(-t in ms): depends on the unit, and hardly tells fast ones apart
+    regret        expected ln(t / t_best) under softmax(z)
+    pairwise      logistic loss on every pair's order, weighted by |ln(t_i / t_j)|
+    log_time      squared error of z / -a against ln t, both without their mean
+
+All take the mean over problems; algorithms that do not apply have no part in any of them. Differences of logits over
+`a` are read as predicted log ratios of times whatever the target; only for the first two and the last is that exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from convselect.model.dataset import ratio_target
+
+Floats = npt.NDArray[np.float64]
+Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(logits, target probabilities, log times, applicable), each (n, c) -> mean loss."""
+
+_MOST_PAIR_WEIGHT = 1.0  # ln(t_i / t_j): a factor of e is as bad as any larger one
+
+
+def masked_log_softmax(logits: Tensor, applicable: Tensor) -> Tensor:
+    """Log of the softmax over applicable algorithms only; 0 where not applicable, so that products vanish."""
+    log_y = torch.log_softmax(logits.masked_fill(~applicable, -torch.inf), 1)
+    return log_y.masked_fill(~applicable, 0.0)
+
+
+def masked_cross_entropy(logits: Tensor, target: Tensor, applicable: Tensor) -> Tensor:
+    """Mean of -sum_i p_i ln y_i with y the softmax over applicable algorithms only; all (n, c)."""
+    return -(target * masked_log_softmax(logits, applicable)).sum(1).mean()
+
+
+def _cross_entropy(logits: Tensor, p: Tensor, log_t: Tensor, applicable: Tensor) -> Tensor:
+    return masked_cross_entropy(logits, p, applicable)
+
+
+def _reverse_kl(logits: Tensor, p: Tensor, log_t: Tensor, applicable: Tensor) -> Tensor:
+    log_y = masked_log_softmax(logits, applicable)
+    log_p = torch.log(p.clamp_min(1e-30)).masked_fill(~applicable, 0.0)
+    return (log_y.exp().masked_fill(~applicable, 0.0) * (log_y - log_p)).sum(1).mean()
+
+
+def _regret(logits: Tensor, p: Tensor, log_t: Tensor, applicable: Tensor) -> Tensor:
+    best = log_t.masked_fill(~applicable, torch.inf).amin(1, keepdim=True)
+    loss = (log_t - best).masked_fill(~applicable, 0.0)
+    return (masked_log_softmax(logits, applicable).exp() * loss).sum(1).mean()
+
+
+def _pairwise(logits: Tensor, p: Tensor, log_t: Tensor, applicable: Tensor) -> Tensor:
+    both = applicable[:, :, None] & applicable[:, None, :]
+    gap = (log_t[:, None, :] - log_t[:, :, None]).masked_fill(~both, 0.0)  # > 0: i is faster than j
+    ahead = logits[:, :, None] - logits[:, None, :]
+    weight = gap.clamp(0.0, _MOST_PAIR_WEIGHT)
+    return (weight * torch.nn.functional.softplus(-ahead)).sum((1, 2)).mean()
+
+
+def _log_time(alpha: float) -> Loss:
+    def loss(logits: Tensor, p: Tensor, log_t: Tensor, applicable: Tensor) -> Tensor:
+        count = applicable.sum(1, keepdim=True)
+
+        def centred(v: Tensor) -> Tensor:
+            v = v.masked_fill(~applicable, 0.0)
+            return (v - v.sum(1, keepdim=True) / count).masked_fill(~applicable, 0.0)
+
+        return (centred(logits / -alpha) - centred(log_t)).square().sum(1).mean()
+
+    return loss
+
+
+TARGETS = ("ratio", "reverse_kl", "one_hot", "softmax", "regret", "pairwise", "log_time")
+
+
+def probabilities(name: str, times_us: Floats, alpha: float) -> Floats:
+    """The target probabilities (n, c) of a target: those of `ratio`, where it has none of its own."""
+    if name == "one_hot":
+        fastest = (times_us == np.nanmin(times_us, 1, keepdims=True)).astype(np.float64)
+        return np.asarray(fastest / fastest.sum(1, keepdims=True))  # equal times share
+    if name == "softmax":
+        scores = np.where(np.isfinite(times_us), -times_us / 1e3, -np.inf)
+        weights = np.exp(scores - scores.max(1, keepdims=True))
+        result: Floats = weights / weights.sum(1, keepdims=True)
+        return result
+    return ratio_target(times_us, alpha)
+
+
+def loss_of(name: str, alpha: float) -> Loss:
+    """The loss of a target.
+
+    Raises:
+        ValueError: for a name that is not in `TARGETS`.
+    """
+    losses: dict[str, Loss] = {
+        "ratio": _cross_entropy, "one_hot": _cross_entropy, "softmax": _cross_entropy, "reverse_kl": _reverse_kl,
+        "regret": _regret, "pairwise": _pairwise, "log_time": _log_time(alpha),
+    }  # fmt: skip
+    if name not in losses:
+        raise ValueError(f"target must be one of {', '.join(TARGETS)}, not {name!r}")
+    return losses[name]
