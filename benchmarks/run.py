@@ -207,6 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         result, right = run_kernels(options, console)
     if options.out:
         arguments = {name: value.name if isinstance(value, Path) else value for name, value in vars(options).items()}
+        arguments["out"] = Path(options.out).name
         Path(options.out).write_text(
             json.dumps({"environment": env, "arguments": arguments, **result}, indent=1) + "\n"
         )

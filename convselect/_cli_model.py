@@ -178,6 +178,7 @@ class _runner:
         if not self.workers and self.scheduler is None:
             return None, None
         try:
+            import dask
             from distributed import Client, LocalCluster
         except ModuleNotFoundError:
             raise ValueError("--workers and --scheduler need: pip install 'convselect[workers]'") from None
@@ -185,7 +186,11 @@ class _runner:
 
         if self.workers:
             # One thread per worker: what it measures runs on that thread, with torch's own beside it.
-            cluster = LocalCluster(n_workers=self.workers, threads_per_worker=1, processes=True, dashboard_address=None)
+            # Dask would give its workers malloc settings of its own, and times would be of another environment.
+            with dask.config.set({"distributed.nanny.pre-spawn-environ": {}}):
+                cluster = LocalCluster(
+                    n_workers=self.workers, threads_per_worker=1, processes=True, dashboard_address=None
+                )
             self._open.append(cluster)
             client = Client(cluster)
         else:

@@ -4,7 +4,10 @@ What a model learned elsewhere is mostly right here as well: how algorithms scal
 is how they stand to native as a whole (another processor, another oneDNN). A shrunk additive correction of
 ln(t_native / t) per algorithm, from 20 to 60 problems, takes most of that back:
 
-    b_a = sum over problems of (measured gain - predicted gain) / (number of them + SHRINK)
+    b_a = n / (n + SHRINK) * median over n problems of (measured gain - predicted gain)
+
+over those problems where the algorithm is near native or better, as measured or as predicted: how hopeless the hopeless
+are is nothing that training asks a model to know, and a mean over all made good models worse.
 
 The correction is kept in the user's cache, under the fingerprint of the machine, and holds for that machine alone.
 """
@@ -31,6 +34,8 @@ from convselect.problem import ConvProblem
 
 SHRINK = 4.0
 """As many problems without any correction are imagined beside those measured: few measurements move little."""
+RELEVANT = -0.3
+"""Least ln(t_native / t), measured or predicted, of an algorithm that says something about its correction."""
 PROBLEMS = Path(__file__).parent / "model" / "calibration.txt"
 """Layers of networks in random order, stratified by kernel class, all directions: what `sampling.draw` gives of
 benchmarks/problems.csv at batches of 1, 2 and 8, in float32, without the largest."""
@@ -43,8 +48,8 @@ class Report:
     Attributes:
         artifact: the model file that was corrected.
         problems: how many were timed.
-        bias: algorithm -> correction of its predicted ln(t_native / t); those never timed are not in it.
-        times: algorithm -> on how many problems it was timed.
+        bias: algorithm -> correction of its predicted ln(t_native / t); those of which nothing was seen are not in it.
+        times: algorithm -> how many problems said something about it.
         path: where the correction was written; None where it was not.
     """
 
@@ -65,10 +70,11 @@ def fit_bias(gains: Iterable[tuple[str, float, float]]) -> tuple[dict[str, float
     """(correction, number of times) per algorithm, out of (algorithm, measured gain, predicted gain); not of native."""
     residuals: dict[str, list[float]] = {}
     for name, measured, predicted in gains:
-        if name != NATIVE:
+        if name != NATIVE and max(measured, predicted) > RELEVANT:
             residuals.setdefault(name, []).append(measured - predicted)
-    bias = {name: float(np.sum(values) / (len(values) + SHRINK)) for name, values in sorted(residuals.items())}
-    return bias, {name: len(values) for name, values in sorted(residuals.items())}
+    times = {name: len(values) for name, values in sorted(residuals.items())}
+    bias = {name: float(np.median(residuals[name])) * n / (n + SHRINK) for name, n in times.items()}
+    return bias, times
 
 
 def gains_of(rows: Sequence[Row], predictor: Predictor) -> list[tuple[str, float, float]]:

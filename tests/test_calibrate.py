@@ -61,7 +61,8 @@ def test_the_problems_are_of_every_kind_and_small():
 
 
 def test_a_constant_factor_is_found_and_shrunk():
-    gains = [("a", 0.7, 0.2)] * 12 + [("b", 0.1, 0.4), ("native", 0.0, 0.0)]
+    gains = [("a", 0.7, 0.2)] * 11 + [("a", 0.2, 0.0), ("b", 0.1, 0.4), ("native", 0.0, 0.0)]
+    gains += [("a", -2.0, -0.5), ("c", -2.0, -0.5)]  # hopeless either way
     bias, times = calibrate.fit_bias(gains)
     assert times == {"a": 12, "b": 1}
     assert bias["a"] == pytest.approx(0.5 * 12 / 16)
@@ -77,7 +78,7 @@ def test_a_model_that_is_off_is_corrected_and_one_that_is_right_is_left_alone(mo
     report = calibrate.calibrate(1e9, measure=as_predicted(plain, off))
     assert report.problems == len(calibrate.problems())
     assert report.bias["im2col_gemm"] == pytest.approx(0.6, abs=0.2)
-    assert report.times["im2col_gemm"] >= 10
+    assert report.times["im2col_gemm"] >= 8
     assert all(abs(bias) < 1e-6 for name, bias in report.bias.items() if name not in off)
     assert report.path == _predictor.calibration_path()
 

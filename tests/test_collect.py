@@ -299,3 +299,18 @@ def test_a_stopped_command_can_be_gone_on_with(tmp_path, how):
         assert len(store.environments()) <= 2
         assert store.rows(number)[: len(before)] == before or len(store.rows()) > len(before)
     assert len(before) > 20
+
+
+def test_the_commands_own_workers_keep_malloc_as_it_is(tmp_path):
+    pytest.importorskip("distributed")
+    (tmp_path / "layers.csv").write_text(LAYERS)
+    out = tmp_path / "s.sqlite"
+    arguments = ["layers.csv", "--count", 4, "--random", 0, "--dtype", "float32", "--repeat", 0, "--workers", 2]
+    # Dask leaves its settings behind in the environment of whoever starts workers, this process included.
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    done = command("collect", *arguments, "--no-malloc-tuning", "--out", out, cwd=tmp_path, env=plain)
+    assert done.returncode == 0, done.stderr
+    assert "4 problems measured" in done.stdout
+    with Store(out) as store:
+        (description,) = store.environments().values()
+    assert set(description["malloc"].values()) == {None}

@@ -61,7 +61,7 @@ def test_without_a_sound_artifact_there_is_one_warning_and_native_from_then_on(d
 
 
 def test_the_shipped_artifacts_load_and_speak():
-    shipped = sorted(ARTIFACTS.glob("*.npz"))
+    shipped = sorted(ARTIFACTS.glob("cpu-*.npz"))
     without_c_kernels = {"cpu-x86-avx2", "cpu-x86-avx512"}
     with_them = {f"{name}-c" for name in without_c_kernels}
     assert without_c_kernels <= {p.stem for p in shipped} <= without_c_kernels | with_them
@@ -136,3 +136,16 @@ def test_the_model_goes_by_itself_when_no_new_problem_comes(monkeypatch):
         assert _predictor._loaded is None
         convselect.conv2d(torch.randn(1, 8, 14, 12), W, padding=1)
         assert _predictor._loaded is not None
+
+
+def test_the_model_of_other_peoples_times_is_sound_and_is_never_asked():
+    path = ARTIFACTS / "mi100-families.npz"
+    predictor = inference.Predictor.load(path)
+    assert path.stat().st_size < 200_000
+    assert predictor.card.algorithm_names == ("gemm", "direct", "fft", "winograd", "implicit_gemm")
+    assert predictor.card.data["parameters"] <= 80_978
+    assert predictor.card.figures["held_out"]["best_of_2"]["fraction_of_oracle_mean"] > 0.9995
+    problem = conv_problem(1, 64, 56, 56, 64, 3, 3, padding=1)
+    assert predictor.predict(problem) is None
+    assert predictor.predict(problem._replace(device="cuda")) is None
+    assert _predictor.nearest_artifact() != path
