@@ -42,6 +42,9 @@ TRAINING_TARGETS = {"vgg16": 2.0, "unet": 2.0, "resnet18": 1.6}
 TRAINING_BATCH = 8
 RIVALS = ("eager", "eager channels_last", "torch.compile", "onnxruntime", "openvino")
 OUTPUT_BOUND = 1e-4
+OUTPUT_FACTOR = 20.0
+"""An ill-conditioned network multiplies everybody's rounding errors: a side may then be so many times as far off as
+eager PyTorch is, as the default precision budget of 1e-5 is of native's 5e-7 per convolution."""
 GRADIENT_BOUND = 2e-2  # one ReLU in a million that rounding switches is 1e-3
 MAX_ROUNDS = 100
 
@@ -218,7 +221,8 @@ def inference(network: str, *, threads: int, seconds: float, compile: bool) -> N
         with tempfile.TemporaryDirectory() as folder:
             sides, missing = inference_sides(model, x, threads, compile=compile, folder=folder)
             error = {name: distance([side()], [exact]) for name, side in sides.items()}
-            sides = _split_wrong(sides, error, OUTPUT_BOUND, missing)
+            bound = max(OUTPUT_BOUND, OUTPUT_FACTOR * error["eager"])
+            sides = _split_wrong(sides, error, bound, missing)
             return _timed(network, "inference N=1", sides, error, missing, seconds)
 
 

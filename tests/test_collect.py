@@ -279,7 +279,11 @@ def test_a_stopped_command_can_be_gone_on_with(tmp_path, how):
     out = tmp_path / "s.sqlite"
     line = [sys.executable, "-m", "convselect.cli", "collect", "layers.csv", "--out", str(out), "--repeat", "0"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    process = subprocess.Popen(line, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+    # A shell starts background jobs, and with them all that they start, deaf to SIGINT; a terminal does not.
+    process = subprocess.Popen(
+        line, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         if out.exists():
