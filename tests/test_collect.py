@@ -297,11 +297,9 @@ def test_a_stopped_command_can_be_gone_on_with(tmp_path, how):
         assert b"interrupted" in stdout, stderr
     with Store(out) as store:
         before = store.rows()
-        number = next(iter(store.environments()))
-        report = collect([("m", TINY[0])], store, repeat_share=0)
-        assert report.measured == 1
-        assert len(store.environments()) <= 2
-        assert store.rows(number)[: len(before)] == before or len(store.rows()) > len(before)
+        assert {row.problem for row in before} == {row.problem for row in before if row.algorithm == "native"}  # whole
+        assert collect([("m", TINY[0])], store, repeat_share=0).measured == 1
+        assert {row for row in before if row.status == "ok"} < {row for row in store.rows() if row.status == "ok"}
     assert len(before) > 20
 
 

@@ -35,10 +35,6 @@ SENTINEL = conv_problem(1, 64, 28, 28, 64, 3, 3, padding=1)
 Item = tuple[str, ConvProblem]
 
 
-class Interrupted(Exception):
-    """The user stopped the collection; everything measured so far is in the store."""
-
-
 @dataclass
 class Report:
     """What a collection did.

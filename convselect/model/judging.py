@@ -65,9 +65,9 @@ def judge_all(
         times = ev.admitted(table)[members]
         margin = ev.best_margin(gains, times, table.native)
         last = members, gains
-        judged[name] = {**found, "choice_us": choice_us(learn(table.part(fold != fold.min())), table)}
-        if name == "reformer":
-            judged[name]["choice_us"] = reformer_us(table, recipe)
+        first = int(fold.min())
+        us = reformer_us(table, recipe) if name == "reformer" else choice_us(learn(table.part(fold != first)), table)
+        judged[name] = {**found, "choice_us": us}
     curve = _learning_curve(table, fold, recipe) if learning_curve else None
     result: dict[str, Any] = {
         "problems": len(table.problems),
