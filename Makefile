@@ -16,6 +16,7 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/interpreted
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -381,8 +381,10 @@ def _execute(
     """Run the chosen algorithm on its operands. The automatic choice falls back to native; a forced one raises."""
     _predictor.tick()
     algorithm = BY_NAME[choice.algorithm]
+    result: Tensor | None = None
     try:
-        result = _without_autocast(algorithm.run_checked, a, b, problem, choice.params, bias)
+        if choice.source == "forced" or algorithm.ready(problem, choice.params):
+            result = _without_autocast(algorithm.run_checked, a, b, problem, choice.params, bias)
     except Exception as error:
         if choice.source == "forced" or algorithm.name == NATIVE:
             raise
@@ -390,10 +392,9 @@ def _execute(
             f"failed:{algorithm.name}",
             f"convselect: {algorithm.name} failed on {problem} ({error!r}); native runs instead.",
         )
-        result = None
     if result is None:
-        # It failed; or a transform turned one NaN or infinity into a tile or an image of them, and native keeps them
-        # where they belong.
+        # It is still being compiled, or failed; or a transform turned one NaN or infinity into a tile or an image of
+        # them, and native keeps them where they belong.
         result = _without_autocast(BY_NAME[NATIVE].run_checked, a, b, problem, None, bias)
     return with_strides(result, strides)
 

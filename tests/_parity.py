@@ -18,7 +18,7 @@ from convselect import _calls, _predictor
 from convselect.kernels import ALL, BY_NAME, Grade
 from convselect.problem import CHANNELS_LAST, CONTIGUOUS, DTYPE_NAMES, STRIDED, ConvProblem, Direction
 
-NAMES = tuple(a.name for a in ALL)
+NAMES = tuple(a.name for a in ALL if "cpu" in a.devices)
 # The dearest for last: where one algorithm other than native is enough, this one converts layouts in every direction.
 OTHER = "native_channels_last"
 

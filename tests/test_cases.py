@@ -24,7 +24,7 @@ from convselect import dispatch
 from convselect.kernels import ALL, BY_NAME
 from convselect.problem import Direction, conv_problem, layout_of
 
-FORCED = [a.name for a in ALL if a.automatic]
+FORCED = [a.name for a in ALL if a.automatic and "cpu" in a.devices]
 EVERY = ["auto", *FORCED]
 DOUBLE_BOUND = {torch.float32: 2e-5, torch.float64: 1e-13, torch.bfloat16: 1e-2, torch.float16: 4e-3}
 

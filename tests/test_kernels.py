@@ -24,7 +24,7 @@ from convselect.kernels.reference import Reference
 from convselect.problem import ConvProblem, Direction, conv_problem, layout_of
 
 MEMORY_FORMATS = {"contiguous": "contiguous_format", "channels_last": "channels_last"}
-POOL = [a for a in ALL if a.name != "reference"]
+POOL = [a for a in ALL if a.name != "reference" and "cpu" in a.devices]
 NOT_FOR = {
     ("upcast", "float32"),
     ("upcast", "float64"),

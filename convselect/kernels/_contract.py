@@ -46,6 +46,8 @@ class Algorithm(ABC):
     """Goes up when the implementation changes enough that old measurements no longer speak for it."""
     automatic: bool = True
     """False: runs only when forced by name (the reference)."""
+    devices: frozenset[str] = frozenset({"cpu"})
+    """Kinds of device that it has an implementation for; `why_not` says so as well, with a reason."""
     spreads_nonfinite: bool = False
     """True where one NaN or infinity in an activation reaches results that a direct sum would leave finite
     (transform methods). Dispatch then checks the result and hands such a call to native. (Infinite weights are no
@@ -78,6 +80,11 @@ class Algorithm(ABC):
     @abstractmethod
     def backward_weight(self, x: Tensor, grad_y: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
         """grad_weight, shaped (K, C/groups, R, S)."""
+
+    def ready(self, problem: ConvProblem, params: Params = None) -> bool:
+        """Whether a call would run at once. Where something has to be compiled first, this starts it elsewhere and says
+        no; an automatic choice then runs native. Never waits."""
+        return True
 
     def run(self, a: Tensor, b: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
         """The direction `problem` names, on its two operands in the order of the signatures above."""

@@ -47,7 +47,7 @@ class Depthwise(Algorithm):
     """`params` is not used."""
 
     name = "depthwise"
-    revision = 2
+    revision = 3
     # Whether zero padding meets an infinite *weight* differs between kernels, native's as well; a NaN or infinity in
     # an image stays within the window of its pixel.
     spreads_nonfinite = False

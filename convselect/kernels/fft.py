@@ -290,6 +290,7 @@ class Fft(Algorithm):
     """The whole padded image in one transform."""
 
     name = "fft"
+    devices = frozenset({"cpu", "cuda"})
     spreads_nonfinite = True
 
     def _tile(self, problem: ConvProblem, params: Params) -> int | None:

@@ -66,6 +66,7 @@ def _column_bytes(p: ConvProblem) -> int:
 
 class Im2colGemm(Algorithm):
     name = "im2col_gemm"
+    devices = frozenset({"cpu", "cuda"})
 
     def why_not(self, problem: ConvProblem) -> str | None:
         return None

@@ -17,6 +17,7 @@ from convselect.problem import ConvProblem
 
 class Native(Algorithm):
     name = "native"
+    devices = frozenset({"cpu", "cuda"})
 
     def why_not(self, problem: ConvProblem) -> str | None:
         return None

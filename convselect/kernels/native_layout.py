@@ -25,6 +25,8 @@ _MEMORY_FORMATS = {CONTIGUOUS: torch.contiguous_format, CHANNELS_LAST: torch.cha
 class NativeLayout(Algorithm):
     """aten's convolution with every activation and weight moved to `layout` first."""
 
+    devices = frozenset({"cpu", "cuda"})
+
     def __init__(self, layout: str) -> None:
         self.name = f"native_{layout}"
         self._layout = layout

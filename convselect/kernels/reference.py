@@ -38,6 +38,7 @@ def _padded(x: Tensor, problem: ConvProblem) -> Tensor:
 
 class Reference(Algorithm):
     name = "reference"
+    devices = frozenset({"cpu", "cuda"})
     automatic = False
 
     def why_not(self, problem: ConvProblem) -> str | None:

@@ -105,6 +105,7 @@ def collect(
     minutes: float | None = None,
     repeat_share: float = REPEAT_SHARE,
     block_size: int = BLOCK,
+    device: str = "cpu",
     sentinel: Callable[[], float] = sentinel_us,
     clock: timing.Clock = timing.SYSTEM_CLOCK,
     on_problem: Callable[[ConvProblem, bool], object] | None = None,
@@ -118,13 +119,14 @@ def collect(
         minutes: stop after the problem during which so many have passed; part of them is kept for the second
             measurements. None: when the problems end.
         repeat_share: of the problems measured now, so many are measured a second time.
+        device: the kind of device that the problems are for; algorithms of others are no part of the pool.
         on_problem: called after each with the problem and whether it was measured now.
 
     Ctrl-C ends it early, with `interrupted` set in the report; a killed process leaves whole problems behind.
     """
     runner = runner or in_this_process(algorithms)
     number = store.environment(description if description is not None else environment())
-    pool = pool_mark({a.name: a.revision for a in algorithms if a.automatic})
+    pool = pool_mark({a.name: a.revision for a in algorithms if a.automatic and device in a.devices})
     done = store.measured(number, pool)
     report = Report()
     whole = timing.Deadline(None if minutes is None else 60 * minutes, clock=clock)
