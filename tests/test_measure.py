@@ -87,6 +87,12 @@ def test_a_wrong_algorithm_is_recorded_and_never_timed(problem: ConvProblem, cha
     assert rows["native"].min_us > 0
 
 
+def test_where_every_window_lies_in_the_padding_zeros_are_right():
+    p = conv_problem(1, 4, 1, 3, 4, 1, 2, padding=(0, 1), dilation=(1, 4))
+    rows = measure.measure_problem("m", p, [NATIVE, Like("zero", lambda y: y), Like("bad", lambda y: y + 1e-9)])
+    assert [row.status for row in rows] == ["ok", "ok", "wrong"]
+
+
 def test_one_wrong_element_among_thousands_is_wrong():
     def nudge(y):
         y = y.clone()
