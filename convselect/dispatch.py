@@ -198,7 +198,8 @@ def _choice(problem: ConvProblem, settings: Settings) -> Choice:
     if entry is not None:
         entry.age = choices.clock
         return entry.choice  # type: ignore[no-any-return]
-    choice = choose(problem, BY_NAME, settings, predictor=_predictor.get() if settings.policy == "auto" else None)
+    predictor = _predictor.get_for(problem) if settings.policy == "auto" else None
+    choice = choose(problem, BY_NAME, settings, predictor=predictor)
     choices.put(key, _Chosen(choice))
     return choice
 
