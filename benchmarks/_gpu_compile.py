@@ -13,6 +13,9 @@ from convselect.kernels import ALL, _triton
 from convselect.kernels._triton import Launch, TritonAlgorithm
 from convselect.problem import ConvProblem
 
+ATTEMPTS = 3
+"""A launch on which the compiler crashes ends the pool; so many pools are made."""
+
 
 def algorithms() -> list[TritonAlgorithm]:
     return [a for a in ALL if isinstance(a, TritonAlgorithm)]
@@ -53,14 +56,35 @@ def compile_all(
     on_done: Callable[[int], object] | None = None,
 ) -> tuple[set[Launch], dict[Launch, str]]:
     """(what is compiled, what could not be and why). What the deadline cuts off is in neither."""
-    todo = list(dict.fromkeys(launches))
-    if not todo:
-        return set(), {}
+    left = list(dict.fromkeys(launches))
     done: set[Launch] = set()
     failed: dict[Launch, str] = {}
-    workers = min(workers or len(os.sched_getaffinity(0)), len(todo))
+    for _ in range(ATTEMPTS):
+        if not left or deadline.passed:
+            break
+        crashed = _compile_some(left, arch, deadline, workers, done, failed, on_done)
+        left = [launch for launch in left if launch not in done and launch not in failed]
+        if not crashed:
+            return done, failed
+    else:
+        failed |= dict.fromkeys(left, "the compiler ended its process, on this launch or another")
+    return done, failed
+
+
+def _compile_some(
+    todo: list[Launch],
+    arch: int,
+    deadline: timing.Deadline,
+    workers: int | None,
+    done: set[Launch],
+    failed: dict[Launch, str],
+    on_done: Callable[[int], object] | None,
+) -> bool:
+    """Into `done` and `failed`. Whether a process died, which takes those of all others with it."""
     pool = concurrent.futures.ProcessPoolExecutor(
-        workers, mp_context=multiprocessing.get_context("spawn"), initializer=_in_worker
+        min(workers or len(os.sched_getaffinity(0)), len(todo)),
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_in_worker,
     )
     try:
         futures = {pool.submit(_compile, launch, arch): launch for launch in todo}
@@ -72,8 +96,10 @@ def compile_all(
                 failed[futures[future]] = reason
             if on_done is not None:
                 on_done(len(done) + len(failed))
+    except concurrent.futures.BrokenExecutor:
+        return True
     except concurrent.futures.TimeoutError:
         pass
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-    return done, failed
+    return False

@@ -16,7 +16,8 @@ from convselect import timing
 from convselect.model.host import family_of_cuda
 from convselect.problem import CHANNELS_LAST, ConvProblem, Direction
 
-MOST_COPIES = 32
+MOST_COPIES = 128
+"""About as many as are called for; more would never be used."""
 
 
 class ContextLost(RuntimeError):

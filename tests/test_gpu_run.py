@@ -7,6 +7,8 @@ import dataclasses
 import json
 import math
 from collections import Counter
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from types import SimpleNamespace
 
 import pytest
@@ -110,6 +112,34 @@ def test_launches_are_compiled_in_other_processes(tmp_path, monkeypatch):
     assert "no_such_thing" in failed[bad]
     assert list(tmp_path.rglob("*.cubin"))
     assert _gpu_compile.compile_all([], 90, timing.Deadline(1)) == (set(), {})
+
+
+def test_a_compiler_that_crashes_is_started_again_and_given_up_on(monkeypatch):
+    pools = []
+
+    class Pool:
+        def __init__(self, *_, **__):
+            self.crashed = False
+            pools.append(self)
+
+        def submit(self, _, launch, arch):
+            future: Future = Future()
+            self.crashed = self.crashed or launch.kernel == "crash"
+            if self.crashed:
+                future.set_exception(BrokenProcessPool("gone"))
+            else:
+                future.set_result(None)
+            return future
+
+        def shutdown(self, **_):
+            pass
+
+    monkeypatch.setattr(_gpu_compile.concurrent.futures, "ProcessPoolExecutor", Pool)
+    launches = [Launch("m", kernel, (1, 1, 1), (), ()) for kernel in ("crash", "a", "b")]
+    done, failed = _gpu_compile.compile_all(reversed(launches), 90, timing.Deadline(60))
+    assert done == set(launches[1:])
+    assert list(failed) == launches[:1]
+    assert len(pools) == _gpu_compile.ATTEMPTS
 
 
 def test_what_is_not_compiled_is_not_timed():
