@@ -103,21 +103,22 @@ def _problems(device: Device) -> Iterator[ConvProblem]:
 def plan(pool: Sequence[TritonAlgorithm], device: Device) -> list[Check]:
     """What to check, problem by problem, so that a cut leaves whole kinds checked."""
     used: Counter[tuple[str, str, str, str]] = Counter()
+    offers: dict[tuple[str, str, str, str], Check] = {}
     checks = []
     for problem in _problems(device):
         for algorithm in pool:
             if algorithm.why_not_shape(problem) is not None:
                 continue
-            offered = algorithm.configs(problem)
-
-            def tried(params: dict[str, Any], algorithm: TritonAlgorithm = algorithm, p: ConvProblem = problem) -> int:
-                return used[algorithm.name, str(p.direction), p.dtype, json.dumps(params, sort_keys=True)]
+            kind = (algorithm.name, str(problem.direction), problem.dtype)
+            offered = {(*kind, json.dumps(p, sort_keys=True)): p for p in algorithm.configs(problem)}
 
             large = problem.flops > 1e9
-            for params in sorted(offered, key=tried)[: 1 if large else CONFIGURATIONS_EACH]:
-                used[algorithm.name, str(problem.direction), problem.dtype, json.dumps(params, sort_keys=True)] += 1
-                checks.append(Check(algorithm, problem, params))
-    return checks
+            for mark in sorted(offered, key=used.__getitem__)[: 1 if large else CONFIGURATIONS_EACH]:
+                used[mark] += 1
+                checks.append(Check(algorithm, problem, offered[mark]))
+            for mark, params in offered.items():
+                offers.setdefault(mark, Check(algorithm, problem, params))
+    return checks + [check for mark, check in offers.items() if not used[mark]]
 
 
 def run(
