@@ -116,10 +116,9 @@ def graph_and_compile(pool: Sequence[TritonAlgorithm], device: Device) -> dict[s
     """What happened to a converted layer in a CUDA graph and under torch.compile: "ok", or what went wrong."""
     found = example(pool, device)
     results = {}
-    for policy in ("native", *([found[0].name] if found is not None else []), "cudnn_benchmark", "auto"):
+    ours = (found[0].name,) if found is not None else ()
+    for policy in (ours or ("native",)) if device.dry else ("native", *ours, "cudnn_benchmark", "auto"):
         problem = found[1] if found is not None else CANDIDATES[0]._replace(device=device.kind)
-        if policy == "cudnn_benchmark" and device.dry:
-            continue
         layer, x = _layer(problem, device, policy), _input(problem, device)
         for what, function in (("graph", _graph), ("compile", _compile)):
             try:
