@@ -126,9 +126,10 @@ def _not_ours(settings: Settings, what: str, *arguments: Any) -> Tensor:
     return _conv2d(*arguments)  # type: ignore[no-any-return]
 
 
-def _cuda_flags() -> tuple[bool, ...]:
+def _cuda_flags() -> tuple[Any, ...]:
     cudnn = torch.backends.cudnn
-    return (cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32)
+    # `cudnn.allow_tf32` would raise where recurrent networks have another setting.
+    return (cudnn.enabled, cudnn.benchmark, cudnn.deterministic, _fp32_precision("cuda", "conv"))
 
 
 def _hashable(value: Any) -> Any:
@@ -197,7 +198,8 @@ def _choice(problem: ConvProblem, settings: Settings) -> Choice:
     if entry is not None:
         entry.age = choices.clock
         return entry.choice  # type: ignore[no-any-return]
-    choice = choose(problem, BY_NAME, settings, predictor=_predictor.get() if settings.policy == "auto" else None)
+    predictor = _predictor.get_for(problem) if settings.policy == "auto" else None
+    choice = choose(problem, BY_NAME, settings, predictor=predictor)
     choices.put(key, _Chosen(choice))
     return choice
 

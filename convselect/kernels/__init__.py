@@ -12,6 +12,7 @@ from convselect.kernels import (
     grouped,
     im2col_gemm,
     native,
+    native_cuda,
     native_layout,
     reference,
     upcast,
@@ -22,6 +23,7 @@ from convselect.kernels._contract import Algorithm, Grade, NotApplicable
 ALL: tuple[Algorithm, ...] = (
     *native.ALGORITHMS,
     *native_layout.ALGORITHMS,
+    *native_cuda.ALGORITHMS,
     *upcast.ALGORITHMS,
     *im2col_gemm.ALGORITHMS,
     *winograd.ALGORITHMS,

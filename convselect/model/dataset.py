@@ -28,7 +28,8 @@ class Row(NamedTuple):
 
     `status` is "ok"; "censored": dropped after the first rounds as hopeless, with the time of those; "wrong": its
     result was, and it was never timed; "failed": it raised. `clock` says what the times are: "thread" CPU time of the
-    calling thread (one thread), or "wall". `wall_us` is the median wall time of the same calls. Times in us, NaN
+    calling thread (one thread), "wall", or "event", a GPU's own. `wall_us` is the median wall time of the same calls
+    (with events: of the GPU). Times in us, NaN
     where there are none. `repeat` is 1 for a second, independent measurement, which tells how far the first can be
     trusted; else 0.
     """

@@ -137,8 +137,8 @@ def _call(
 def _check(algorithm: Algorithm, a: Tensor, b: Tensor, problem: ConvProblem, want: Tensor) -> str:
     try:
         got = algorithm.run(a, b, problem)
-    except Exception as error:  # whatever it is, it must not end the collection, nor pass unseen
-        print(f"{algorithm.name} failed on {problem}: {type(error).__name__}: {error}", file=sys.stderr)
+    except Exception as raised:  # whatever it is, it must not end the collection, nor pass unseen
+        print(f"{algorithm.name} failed on {problem}: {type(raised).__name__}: {raised}", file=sys.stderr)
         return "failed"
     if got.shape != want.shape or got.dtype != problem.torch_dtype:
         return "wrong"
