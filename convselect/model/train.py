@@ -45,10 +45,12 @@ MIN_PROBLEMS_PER_DTYPE = 30
 """An element type with fewer measured problems is declined at run time."""
 
 PLAN_COST_US = {Direction.FORWARD: 25.0, Direction.BACKWARD_DATA: 60.0, Direction.BACKWARD_WEIGHT: 60.0}
-PLAN_COST_CUDA_US = 3.0
-"""A GPU's queue hides most of what the host adds; this much has to be gained where it does not."""
 """What running through a plan costs beyond the algorithm itself: `python -m benchmarks.overhead` prints it. It is what
 decides on tiny problems."""
+
+PLAN_COST_CUDA_US = 3.0
+"""A GPU's queue hides most of what the host adds; this much has to be gained where it does not. A guess, until one
+is measured."""
 
 
 LIMITS = (
