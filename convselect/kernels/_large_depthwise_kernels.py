@@ -28,7 +28,7 @@ def relayout(
 ):
     """target[b, a, u, v] = source[b, a, u, v] with any strides; zero for V <= v < V_TARGET.
 
-    A program moves BU x BV elements of two axes: that which is contiguous in the source and that which is in the target.
+    A program moves BU x BV elements of two axes: the contiguous one of the source and that of the target.
     """
     tiles_u: tl.constexpr = (U + BU - 1) // BU
     tiles_v: tl.constexpr = (V_TARGET + BV - 1) // BV
@@ -210,14 +210,14 @@ def correlate(
     first_q = part_q * PER_Q
     count = tl.minimum(Q - first_q, PER_Q) * PER_K
     total = tl.zeros((RB, SB), tl.float32)
-    for step in range(0, count):
+    for step in range(count):
         q = first_q + step // PER_K
         k = (part_k * PER_K + step % PER_K) * BK + tl.arange(0, BK)
         w = q - PAD_LEFT + s
         inside = ((w >= 0) & (w < W) & (s < S))[:, None] & (k < H * N)[None, :]
         a = tl.load(x + (w[:, None] * X_LENGTH + k[None, :]), mask=inside, other=0)
         at = back[:, None] + k[None, :]
-        # Rows of x past the image are zero above; what they meet must be a number, so it is masked as well.
+        # Where either is outside its image, both are numbers and one is zero.
         inside = (at >= 0) & (at < P * N) & (r < R)[:, None]
         g = tl.load(grad_y + (q * Y_LENGTH + at), mask=inside, other=0)
         total = tl.dot(g, tl.trans(a), total, input_precision=PRECISION)
@@ -248,6 +248,6 @@ def add_parts(
         c = c.to(tl.int64)
     read = partial + c * (PARTS * RB * SB) + at // S * SB + at % S
     total = tl.zeros((BLOCK,), tl.float32)
-    for part in range(0, PARTS):
+    for part in range(PARTS):
         total += tl.load(read + part * (RB * SB), mask=at < R * S, other=0)
     tl.store(grad_weight + c * (R * S) + at, total.to(grad_weight.dtype.element_ty), mask=at < R * S)

@@ -1,36 +1,36 @@
 """Depthwise convolution with large filters on tensor cores: a product with a band of the filter's rows.
 
     forward          y[n, c, p, q] = sum over r, s of w[c, r, s] * x[n, c, p + r - pad_top, q + s - pad_left]
-    backward data    the same with the filter turned by 180 degrees and a padding of R - 1 - pad_top, S - 1 - pad_left
-    backward weight  grad_w[c, r, s] = sum over n, p, q of grad_y[n, c, p, q] * x[n, c, p + r - pad_top, q + s - pad_left]
+    backward data    the same with the filter turned by 180 degrees, and R - 1 - pad_top, S - 1 - pad_left as padding
+    backward weight  grad_w[c, r, s] = sum over n, p, q of grad_y[n, c, p, q] * x[n, c, p + r - pad_top, ...]
 
-One channel has no sum over channels to make a matrix product of. But BP x BQ neighbouring results are a linear function of
-the window of pixels they see, the same function for every patch of every image:
+One channel has no sum over channels to make a matrix product of. But BP x BQ neighbouring results are a linear
+function of the window of pixels they see, the same function for every patch of every image:
 
     Y[patch, (p, q)] = X[patch, (h, i)] @ T[(h, i), (p, q)],   T = w[h - p, i - q] inside the filter, else 0
 
-X is read where it lies, one segment of an image's row per patch and h. Source: the "block Toeplitz" formulation of depthwise
-convolution as in MegEngine's and CUTLASS's kernels for RepLKNet (Ding et al., "Scaling Up Your Kernels to 31x31", CVPR 2022).
+X is read where it lies, a segment of an image's row per patch and h; T is the block Toeplitz matrix of the filter. That
+such filters are worth a matrix product was shown by Ding et al., "Scaling Up Your Kernels to 31x31", CVPR 2022, whose
+kernel is an implicit GEMM. What makes this one fit Triton, where shared memory cannot be read at an offset:
 
-What makes it fit Triton, where shared memory cannot be shifted:
-
-- T is read from 16 / element_bytes copies of the filter, each shifted by one element and framed by zeros: element (i, q) of T
-  depends on i - q alone, so in one of the copies any 16 bytes of a row of T lie where 16 bytes may be loaded. The copies
-  take some tens of kilobytes per channel and stay in the L2 cache.
-- The window begins at a multiple of 16 bytes and never leaves the image. Rows are aligned: where a width is not divisible
-  by 16 bytes, or the layout is NHWC, a copy of the image with padded rows comes first.
+- T is read from 16 / element_bytes copies of the filter, each shifted by one element and framed by zeros. An element
+  (i, q) of T depends on i - q alone, so in one of the copies any 16 bytes of T along i lie where 16 bytes may be
+  loaded. The copies take some tens of kilobytes per channel and stay in the L2 cache.
+- The window begins at a multiple of 16 bytes and never leaves the image. Where a width is not divisible by 16 bytes, or
+  the layout is NHWC, the image is first copied to rows that are.
 - Patches are ordered with images fastest, so a tile of them spans few rows, and filter rows that meet only padding are
-  skipped: with 27x27 on 14x14 pixels that is more than half of them, columns included.
+  skipped: with 27x27 on 14x14 pixels that is more than half of the products, columns included.
 - Filters at least twice as tall as wide are computed transposed: the band costs least along the longer side.
 
-The weight gradient has 1,000 results per channel and a long sum, and no use for a band: with images innermost, (C, W, H * N),
-shifts by r and by s both are whole rows, and grad_w is the sum over q of [r, (h, n)] @ [(h, n), s], in parts that a
-second kernel adds up in a fixed order.
+The weight gradient has 1,000 results per channel and a long sum, and no use for a band: with images innermost,
+(C, W, H * N), shifts by r and by s are both whole rows, and grad_w is the sum over q of [r, (h, n)] @ [(h, n), s], in
+parts that a second kernel adds up in a fixed order. It reads 16 bytes at a time where 16 bytes of images are.
 
-Expected, by arithmetic and not measured: of the products made, 40 to 60 % are useful for 31x31 on 56x56 pixels; a tile of
-128 x 128 results needs 32 KB of operands per 64 columns, so the L2 cache sets the pace, at a quarter to a half of the tensor
-cores' peak: 0.06 to 0.13 ms for 24.7 GFLOP (32 images, 128 channels) on an H100, where 0.41 ms is the least without
-tensor cores. The weight gradient moves 16 bytes per 256 to 512 products and is expected at 0.15 to 0.25 ms.
+Expected, by arithmetic and not measured: 40 to 60 % of the products made are useful for 31x31 on 56x56 pixels, and a
+tile of 128 x 128 results needs 32 KB of operands per 64 terms of its sums. So the L2 cache sets the pace, at a quarter
+to a half of the tensor cores' peak: 0.06 to 0.13 ms for 24.7 GFLOP (32 images, 128 channels) on an H100, where 0.41 ms
+is the least without tensor cores. The weight gradient's tiles are small, 8 KB per 32 x 32 x 64 products, and it is
+expected at 0.15 to 0.25 ms.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class _Band:
 
     def packed(self, problem: ConvProblem) -> bool:
         """Whether the kernel reads a copy of the image."""
-        return self.transposed or problem.layout == CHANNELS_LAST or self.W != self.width(problem.element_bytes)
+        return self.transposed or problem.layout == CHANNELS_LAST or self.width(problem.element_bytes) != self.W
 
     def unpacked(self, problem: ConvProblem) -> bool:
         """Whether the kernel writes something that has yet to be brought into the result's layout."""
@@ -194,7 +194,7 @@ def _wide(*elements: int) -> bool:
 def _relayout(
     problem: ConvProblem, sizes: tuple[int, int, int, int], source: Strides, target: Strides, width: int | None = None
 ) -> Launch:
-    """Copies (n, c, h, w) from strides to strides. `width`: the target's innermost axis is filled up to it with zeros."""
+    """Copies (n, c, h, w) from strides to strides; zeros fill the target's innermost axis up to `width`."""
     v = max(axis for axis in range(4) if target[axis] == 1)
     others = sorted((axis for axis in range(4) if axis != v), key=lambda axis: source[axis])
     u, a, b = others
@@ -239,8 +239,7 @@ def _banded_steps(problem: ConvProblem, config: dict[str, Any]) -> tuple[_Step, 
         WIDE=_wide(C * table.elements),
     )  # fmt: skip
     grid = (C * -(-table.elements // block), 1, 1)
-    kinds = (problem.dtype, problem.dtype)
-    launch = Launch(_MODULE, "shifted_filters", grid, kinds, tuple(constants.items()), 4, 1)
+    launch = Launch(_MODULE, "shifted_filters", grid, (problem.dtype,) * 2, tuple(constants.items()), 4, 1)
     steps.append(_Step(launch, (C, table.elements), dtype))
 
     constants = dict(
@@ -251,9 +250,7 @@ def _banded_steps(problem: ConvProblem, config: dict[str, Any]) -> tuple[_Step, 
     )  # fmt: skip
     grid = (C * -(-N * -(-P // BP) // BM) * -(-Q // BQ), 1, 1)
     kinds = (problem.dtype,) * 3
-    launch = Launch(
-        _MODULE, "banded", grid, kinds, tuple(constants.items()), config["num_warps"], config["num_stages"]
-    )
+    launch = Launch(_MODULE, "banded", grid, kinds, tuple(constants.items()), config["num_warps"], config["num_stages"])
     steps.append(_Step(launch, (N, C, P, Q) if band.unpacked(problem) else None, dtype))
 
     if band.unpacked(problem):
@@ -317,11 +314,14 @@ def _ranked(problem: ConvProblem, arch: int) -> tuple[tuple[tuple[str, Any], ...
 
 def _shared_bytes(problem: ConvProblem, config: dict[str, Any]) -> int:
     """What the pipeline's buffers take, with a kilobyte to spare for its barriers."""
+    buffers = int(config["num_stages"])
+    if problem.dtype == "float32" and not problem.tf32:
+        buffers += 1  # the rests of operands that were split in two
     if problem.direction == Direction.BACKWARD_WEIGHT:
         rows = max(16, _power(problem.R)) + max(16, _power(problem.S))
     else:
         rows = config["BM"] + config["BP"] * config["BQ"]
-    return rows * int(config["K_BYTES"]) * int(config["num_stages"]) + 1024
+    return rows * int(config["K_BYTES"]) * buffers + 1024
 
 
 def _step_cycles(problem: ConvProblem, rows: int, columns: int, k_bytes: int) -> float:
@@ -330,10 +330,12 @@ def _step_cycles(problem: ConvProblem, rows: int, columns: int, k_bytes: int) ->
     if problem.dtype == "float32":
         rate = rate / 2 if problem.tf32 else rate / 6
     macs = rows * columns * k_bytes / problem.element_bytes
-    return max(macs / rate, (rows + columns) * k_bytes / _L2_BYTES) + _STEP_CYCLES
+    cycles: float = max(macs / rate, (rows + columns) * k_bytes / _L2_BYTES)
+    return cycles + _STEP_CYCLES
 
 
 def _banded_cycles(problem: ConvProblem, config: dict[str, Any]) -> float:
+    """An estimate of the time: waves of programs, each of so many steps; for comparing configurations only."""
     band, e = _Band.of(problem), problem.element_bytes
     BM, BP, BQ, BK = config["BM"], config["BP"], config["BQ"], config["K_BYTES"] // e
     table = _Table.of(band, BP, BQ, BK, e)
@@ -345,11 +347,12 @@ def _banded_cycles(problem: ConvProblem, config: dict[str, Any]) -> float:
     for tile in sample:
         lowest = min((tile * BM + BM - 1) // band.N, groups - 1) * BP - band.pad_top
         highest = tile * BM // band.N * BP - band.pad_top
-        steps += -(-(min(window, band.H - highest) - min(window, max(0, -lowest))) * table.columns // BK)
+        rows = min(window, band.H - highest) - min(window, max(0, -lowest))
+        steps += -(-max(0, rows) * table.columns // BK)
     programs = band.C * tiles_m * tiles_q
-    per_program = steps / len(sample) * _step_cycles(problem, BM, BP * BQ, config["K_BYTES"])
+    per_program: float = steps / len(sample) * _step_cycles(problem, BM, BP * BQ, config["K_BYTES"])
     # The copies of the filter are written once and first read from there.
-    copies = 2 * band.C * table.elements * e / (_SMS * _L2_BYTES)
+    copies: float = 2 * band.C * table.elements * e / (_SMS * _L2_BYTES)
     return -(-programs // _SMS) * per_program + copies
 
 
@@ -358,7 +361,7 @@ def _correlation_cycles(problem: ConvProblem, config: dict[str, Any]) -> float:
     cut = _Correlation.of(p, config["K_BYTES"] // p.element_bytes, config["PROGRAMS"])
     per_program = cut.per_q * cut.per_k * _step_cycles(p, cut.RB, cut.SB, config["K_BYTES"])
     programs = p.C * cut.parts_q * cut.parts_k
-    partial = 8 * programs * cut.RB * cut.SB / (_SMS * _L2_BYTES)
+    partial: float = 8 * programs * cut.RB * cut.SB / (_SMS * _L2_BYTES)
     return -(-programs // _SMS) * per_program + partial
 
 
@@ -398,7 +401,7 @@ class LargeDepthwiseTriton(TritonAlgorithm):
         return tuple(step.launch for step in self._steps(problem, params))
 
     def workspace_bytes(self, problem: ConvProblem) -> int:
-        """Of the dearest configuration, and as if every operand had to be copied because it is strided or misaligned."""
+        """Of the dearest configuration, and as if every operand were strided or misaligned and had to be copied."""
         p = problem
         if p.direction == Direction.FORWARD:
             operands = p.x_bytes + p.weight_bytes
@@ -407,20 +410,22 @@ class LargeDepthwiseTriton(TritonAlgorithm):
         else:
             operands = p.x_bytes + p.y_bytes
         block = 512  # the allocator's
-        return operands + 3 * block + max(
-            sum(
-                block + functools.reduce(int.__mul__, step.writes) * step.dtype.itemsize
-                for step in self._steps(p, config)
-                if step.writes
+        return (
+            operands
+            + 3 * block
+            + max(
+                sum(
+                    block + functools.reduce(int.__mul__, step.writes) * step.dtype.itemsize
+                    for step in self._steps(p, config)
+                    if step.writes
+                )
+                for config in self.configs(p)
             )
-            for config in self.configs(p)
         )
 
     def _operand(self, t: Tensor, problem: ConvProblem) -> Tensor:
         last = problem.layout == CHANNELS_LAST
-        return _triton.aligned(
-            t.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
-        )
+        return _triton.aligned(t.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format))
 
     def _result(self, like: Tensor, problem: ConvProblem) -> Tensor:
         last = problem.layout == CHANNELS_LAST and problem.direction != Direction.BACKWARD_WEIGHT
