@@ -306,7 +306,7 @@ def _ranked(problem: ConvProblem, arch: int) -> tuple[tuple[tuple[str, Any], ...
     fitting = [
         config
         for config in _triton.configurations(_NAME, "correlate" if weight else "banded")
-        if _shared_bytes(problem, config) <= _triton.shared_memory_bytes()
+        if _shared_bytes(problem, config) <= _triton.shared_memory_bytes() and _registers_do(problem, config)
     ]
     fitting.sort(key=lambda config: cost(problem, config))
     return tuple(tuple(config.items()) for config in fitting)
@@ -322,6 +322,13 @@ def _shared_bytes(problem: ConvProblem, config: dict[str, Any]) -> int:
     else:
         rows = config["BM"] + config["BP"] * config["BQ"]
     return rows * int(config["K_BYTES"]) * buffers + 1024
+
+
+def _registers_do(problem: ConvProblem, config: dict[str, Any]) -> bool:
+    """Whether the tile leaves room for the operands in parts, of which three TF32 products need two of each."""
+    if problem.dtype != "float32" or problem.tf32 or problem.direction == Direction.BACKWARD_WEIGHT:
+        return True
+    return bool(config["BM"] * config["BP"] * config["BQ"] <= 64 * 32 * config["num_warps"])
 
 
 def _step_cycles(problem: ConvProblem, rows: int, columns: int, k_bytes: int) -> float:
@@ -349,7 +356,7 @@ def _banded_cycles(problem: ConvProblem, config: dict[str, Any]) -> float:
         highest = tile * BM // band.N * BP - band.pad_top
         rows = min(window, band.H - highest) - min(window, max(0, -lowest))
         steps += -(-max(0, rows) * table.columns // BK)
-    programs = band.C * tiles_m * tiles_q
+    programs: int = band.C * tiles_m * tiles_q
     per_program: float = steps / len(sample) * _step_cycles(problem, BM, BP * BQ, config["K_BYTES"])
     # The copies of the filter are written once and first read from there.
     copies: float = 2 * band.C * table.elements * e / (_SMS * _L2_BYTES)
