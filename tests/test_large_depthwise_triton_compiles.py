@@ -61,7 +61,7 @@ def products(problem, arch, config, kernel):
     assert used.registers < 255, used
     assert used.shared_bytes <= limit, used
     assert count(opcodes, "LDGSTS.E.BYPASS.128") > 0
-    assert count(opcodes, "LDG") == 0
+    assert count(opcodes, "LDG.") == 0
     assert count(opcodes, "HGMMA" if arch == 90 and rows(kernel, config) >= 64 else "HMMA") > 0
     assert count(opcodes, "STG.E.128") > 0
 

@@ -306,7 +306,7 @@ def _ranked(problem: ConvProblem, arch: int) -> tuple[tuple[tuple[str, Any], ...
     fitting = [
         config
         for config in _triton.configurations(_NAME, "correlate" if weight else "banded")
-        if _shared_bytes(problem, config) <= _triton.shared_memory_bytes() and _registers_do(problem, config)
+        if _shared_bytes(problem, config) <= _triton.shared_memory_bytes() and _registers_do(problem, config, arch)
     ]
     fitting.sort(key=lambda config: cost(problem, config))
     return tuple(tuple(config.items()) for config in fitting)
@@ -324,11 +324,13 @@ def _shared_bytes(problem: ConvProblem, config: dict[str, Any]) -> int:
     return rows * int(config["K_BYTES"]) * buffers + 1024
 
 
-def _registers_do(problem: ConvProblem, config: dict[str, Any]) -> bool:
-    """Whether the tile leaves room for the operands in parts, of which three TF32 products need two of each."""
+def _registers_do(problem: ConvProblem, config: dict[str, Any], arch: int) -> bool:
+    """Whether the tile leaves room for operands in two parts each, of which three TF32 products are made: one operand's
+    with wgmma, both with mma."""
     if problem.dtype != "float32" or problem.tf32 or problem.direction == Direction.BACKWARD_WEIGHT:
         return True
-    return bool(config["BM"] * config["BP"] * config["BQ"] <= 64 * 32 * config["num_warps"])
+    most = 64 if arch == 90 and config["BM"] >= 64 else 32
+    return bool(config["BM"] * config["BP"] * config["BQ"] <= most * 32 * config["num_warps"])
 
 
 def _step_cycles(problem: ConvProblem, rows: int, columns: int, k_bytes: int) -> float:
