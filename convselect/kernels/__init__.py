@@ -11,6 +11,7 @@ from convselect.kernels import (
     fft,
     grouped,
     im2col_gemm,
+    large_depthwise_triton,
     native,
     native_cuda,
     native_layout,
@@ -31,6 +32,7 @@ ALL: tuple[Algorithm, ...] = (
     *depthwise.ALGORITHMS,
     *grouped.ALGORITHMS,
     *direct.ALGORITHMS,
+    *large_depthwise_triton.ALGORITHMS,
     *reference.ALGORITHMS,
 )
 BY_NAME: dict[str, Algorithm] = {algorithm.name: algorithm for algorithm in ALL}
