@@ -140,6 +140,17 @@ def _nhwc_row(acc, src, weight, n, i, w, r, phase, m, channel, in_range, BACK: t
 
 
 @triton.jit
+def _add_row_where_met(acc, values, taps, REACH: tl.constexpr, DH: tl.constexpr, R: tl.constexpr, FROM: tl.constexpr,
+                       BACK: tl.constexpr, TQ: tl.constexpr, S: tl.constexpr, STRIDE: tl.constexpr, DIL: tl.constexpr,
+                       PAD: tl.constexpr, LO: tl.constexpr):  # fmt: skip
+    """`_add_row` with row r of the filter, where REACH is r * DH for one of its rows."""
+    if REACH % DH == 0 and REACH >= 0 and REACH // DH < R:
+        row = taps[REACH // DH * S : REACH // DH * S + S]
+        acc = _add_row(acc, values, row, FROM, BACK, TQ, S, STRIDE, DIL, PAD, LO)
+    return acc
+
+
+@triton.jit
 def gather_nchw(
     src, weight, out,
     BACK: tl.constexpr, N: tl.constexpr, M: tl.constexpr, SRC_C: tl.constexpr, SRC_H: tl.constexpr,
@@ -189,11 +200,10 @@ def gather_nchw(
                 inside = in_range & (h + e >= 0) & (h + e < SRC_H)
                 values = _load_columns(at + e * SRC_W, w, inside, 1, SRC_W, SPAN, USED)
                 for i in tl.static_range(TP):
-                    # r * DH, where output row i meets this row of the source
-                    reach: tl.constexpr = i + PT - (LO_H + e) * SH if BACK else LO_H + e + PT - i * SH
-                    if reach % DH == 0 and reach >= 0 and reach // DH < R:
-                        acc = _add_row(acc, values, taps[reach // DH * S : reach // DH * S + S], i * TQ, BACK, TQ, S,
-                                       SW, DW, PL, LO)  # fmt: skip
+                    acc = _add_row_where_met(
+                        acc, values, taps, i + PT - (LO_H + e) * SH if BACK else LO_H + e + PT - i * SH, DH, R, i * TQ,
+                        BACK, TQ, S, SW, DW, PL, LO,
+                    )  # fmt: skip
 
     at = out + (plane * OUT_H + band * TP) * OUT_W + tile * TQ
     for i in tl.static_range(TP):
@@ -333,13 +343,13 @@ def weight_nchw(
                 inside = in_range & (h + e >= 0) & (h + e < H)
                 values = _load_columns(at + e * W, w, inside, 1, W, SPAN, USED)
                 for i in tl.static_range(TP):
-                    reach: tl.constexpr = e - i * SH
-                    if reach % DH == 0 and reach >= 0 and reach // DH < RT:
-                        met = values
+                    if (e - i * SH) % DH == 0 and e - i * SH >= 0 and (e - i * SH) // DH < RT:
+                        row = grads[i * TQ : i * TQ + TQ]
                         if P % TP != 0 and i >= P % TP:
                             met = _only_where(values, p + i < P, SPAN, USED)
-                        acc = _add_products(acc, met, grads[i * TQ : i * TQ + TQ], q, reach // DH * S, TQ, S, SW, DW,
-                                            Q)  # fmt: skip
+                            acc = _add_products(acc, met, row, q, (e - i * SH) // DH * S, TQ, S, SW, DW, Q)
+                        else:
+                            acc = _add_products(acc, values, row, q, (e - i * SH) // DH * S, TQ, S, SW, DW, Q)
     for rt in tl.static_range(RT):
         for s in tl.static_range(S):
             at = partial + (part * (R * S) + (r + rt) * S + s) * K + k

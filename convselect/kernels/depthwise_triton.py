@@ -8,8 +8,8 @@
 
 A thread computes a tile of neighbouring outputs, so that a value read serves every output and tap that meets it. In
 channels-last order a tile is a part of a row, of 16 bytes of channels; in contiguous order, where nothing wider than an
-element can be read at a shift of one column, it is a block of rows and columns of one channel. Backward data is the same
-sum: a tile covers whole periods of the stride, so which taps meet an output is known when compiling and none is
+element can be read at a shift of one column, it is a block of rows and columns of one channel. Backward data is the
+same sum: a tile covers whole periods of the stride, so which taps meet an output is known when compiling and none is
 computed in vain. A weight gradient is summed in two steps, without atomics: each warp over a part of the images, then
 over the parts.
 
@@ -47,6 +47,8 @@ _ENOUGH_PARTS = 32
 """Warps per multiprocessor that a weight gradient is split into: two or three times those that fit at once."""
 _FEWEST_STEPS = 4
 _MOST_PARTIAL_BYTES = 16 << 20
+_MOST_UNROLLED = 512
+"""Multiplications per thread; beyond, code outgrows the instruction cache and takes long to compile."""
 _REGISTERS = 200
 """That a configuration may need, as `_cost` estimates it; the compiler has 255 and wants some for addresses."""
 
@@ -90,8 +92,9 @@ class DepthwiseTriton(TritonAlgorithm):
         return Grade.DIRECT
 
     def workspace_bytes(self, problem: ConvProblem) -> int:
-        """Copies of operands in other layouts, the weight by taps, and the partial sums. The layout of grad_y in a weight
-        gradient is not known: taken to be another one. Operands are taken to begin at a multiple of 16 bytes."""
+        """Copies of operands in other layouts, the weight by taps, and the partial sums. The layout of grad_y in a
+        weight gradient is not known: taken to be another one. Operands that do not begin at a multiple of 16 bytes,
+        which views may do, are copied besides."""
         p = problem
         streamed = p.y_bytes if p.direction == Direction.BACKWARD_DATA else p.x_bytes
         copied = streamed if p.layout == STRIDED else 0
@@ -212,11 +215,12 @@ class DepthwiseTriton(TritonAlgorithm):
         vector = 1 if p.K != p.C else math.gcd(p.C, config["vector_bytes"] // p.element_bytes)
         first, span, used = _reach(back, tq, p.S, p.stride_w, p.dil_w, p.pad_left)
         rows = p.N * (_over(p.H, p.stride_h) if back else p.P)
+        unrollable = p.R * p.S * tq * vector <= _MOST_UNROLLED and not (back and (p.stride_h > 1 or p.K != p.C))
         return c | dict(
             K=p.K, R_STEP=p.stride_h // math.gcd(p.stride_h, p.dil_h) if back else 1, LO=first, SPAN=span, USED=used,
             TQ=tq, V=vector, CI=_side_by_side(int(c["OUT_C"]) // vector, vector * p.element_bytes),
             BH=min(config["rows"], rows), LANES=_WARP * config["num_warps"],
-            UNROLL=config["unroll"] and not (back and (p.stride_h > 1 or p.K != p.C)),
+            UNROLL=bool(config["unroll"]) and unrollable,
         )  # fmt: skip
 
     @staticmethod
