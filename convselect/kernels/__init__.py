@@ -7,6 +7,7 @@ if __name__ != "convselect.kernels":  # the link at the top of the repository is
 
 from convselect.kernels import (
     depthwise,
+    depthwise_triton,
     direct,
     fft,
     grouped,
@@ -30,6 +31,7 @@ ALL: tuple[Algorithm, ...] = (
     *winograd.ALGORITHMS,
     *fft.ALGORITHMS,
     *depthwise.ALGORITHMS,
+    *depthwise_triton.ALGORITHMS,
     *grouped.ALGORITHMS,
     *direct.ALGORITHMS,
     *large_depthwise_triton.ALGORITHMS,
