@@ -10,6 +10,7 @@ from convselect.kernels import (
     direct,
     fft,
     grouped,
+    grouped_triton,
     im2col_gemm,
     native,
     native_layout,
@@ -28,6 +29,7 @@ ALL: tuple[Algorithm, ...] = (
     *fft.ALGORITHMS,
     *depthwise.ALGORITHMS,
     *grouped.ALGORITHMS,
+    *grouped_triton.ALGORITHMS,
     *direct.ALGORITHMS,
     *reference.ALGORITHMS,
 )
