@@ -35,7 +35,7 @@ def _axis(
 @triton.jit
 def gather(
     source, weight, out,
-    FORWARD: tl.constexpr,
+    FORWARD: tl.constexpr, SOURCE_LAST: tl.constexpr,
     PIXELS: tl.constexpr, UNITS_H: tl.constexpr, UNITS_W: tl.constexpr,
     SOURCE_H: tl.constexpr, SOURCE_W: tl.constexpr, OUT_H: tl.constexpr, OUT_W: tl.constexpr,
     OUT_STRIDE_N: tl.constexpr, OUT_STRIDE_C: tl.constexpr, OUT_STRIDE_H: tl.constexpr, OUT_STRIDE_W: tl.constexpr,
@@ -49,7 +49,8 @@ def gather(
 ):  # fmt: skip
     """Forward: source x, out y. Backward data: source grad_y, out grad_x, one phase of the stride per program.
 
-    source is NHWC, weight (K, R, S, C/groups), out of any strides. A unit is an output pixel; backward, one of a phase.
+    source is NHWC, out of any strides, weight (K, R, S, C/groups), or backward with SOURCE_LAST (C, R, S, K/groups).
+    A unit is an output pixel; backward, one of a phase.
     """
     packed_source: tl.constexpr = PACK * SOURCE_GROUP
     packed_out: tl.constexpr = PACK * OUT_GROUP
@@ -68,9 +69,9 @@ def gather(
     tap_w: tl.constexpr = 1 if FORWARD else STEP_W
     # In the weight, one channel of the source and one of the output further.
     weight_group: tl.constexpr = SOURCE_GROUP * OUT_GROUP * R * S
-    weight_tap: tl.constexpr = SOURCE_GROUP if FORWARD else OUT_GROUP
-    weight_source: tl.constexpr = 1 if FORWARD else R * S * OUT_GROUP
-    weight_out: tl.constexpr = R * S * SOURCE_GROUP if FORWARD else 1
+    weight_tap: tl.constexpr = SOURCE_GROUP if SOURCE_LAST else OUT_GROUP
+    weight_source: tl.constexpr = 1 if SOURCE_LAST else R * S * OUT_GROUP
+    weight_out: tl.constexpr = R * S * SOURCE_GROUP if SOURCE_LAST else 1
 
     # Neighbours in time share pixels: first the channels of the same pixels, then the phases, then other pixels.
     pid = tl.program_id(0)

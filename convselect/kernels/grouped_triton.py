@@ -48,6 +48,9 @@ SPLIT_BYTES = 64 << 20
 """Most that the partial sums of a weight gradient take."""
 _PROGRAMS_PER_SM = 4
 """Programs of a weight gradient per multiprocessor that pixels are divided for."""
+_FLOAT32_STAGE_BYTES = 32 << 10
+"""Larger operands of one product of float32 run out of registers where it is made of three, or are loaded 4 bytes at a
+time."""
 _WASTE = 4
 """A configuration that is expected to take so many times as long as the best is not offered."""
 
@@ -122,7 +125,9 @@ class GroupedTriton(TritonAlgorithm):
         p = problem
         copied = 0 if p.layout == CHANNELS_LAST else p.y_bytes if p.direction == Direction.BACKWARD_DATA else p.x_bytes
         if p.direction != Direction.BACKWARD_WEIGHT:
-            return copied + (0 if p.weight_layout == CHANNELS_LAST else p.weight_bytes)
+            kept = p.weight_layout == CHANNELS_LAST and not _turned(p)
+            # Turning a weight of odd strides copies it twice.
+            return copied + (0 if kept else p.weight_bytes * (2 if _turned(p) else 1))
         copied += 0 if p.layout == CHANNELS_LAST else p.y_bytes
         weights = p.K * (p.C // p.groups) * p.R * p.S
         splits = max(_Gradient(p, config).splits for config in _triton.configurations(self.name, "weight_gradient"))
@@ -136,7 +141,12 @@ class GroupedTriton(TritonAlgorithm):
         plan = _Gradient if p.direction == Direction.BACKWARD_WEIGHT else _Gather
         limit = _triton.shared_memory_bytes()
         plans = [plan(p, config) for config in _triton.configurations(self.name, kernel)]
-        fitting = sorted((one for one in plans if one.shared_bytes <= limit), key=lambda one: one.expected_ns)
+        fitting = [
+            one
+            for one in plans
+            if one.shared_bytes <= limit and (p.element_bytes == 2 or one.stage_bytes <= _FLOAT32_STAGE_BYTES)
+        ]
+        fitting.sort(key=lambda one: one.expected_ns)
         return [one.config for one in fitting if one.expected_ns <= _WASTE * fitting[0].expected_ns]
 
     def launches(self, problem: ConvProblem, params: Params = None) -> tuple[Launch, ...]:
@@ -154,7 +164,8 @@ class GroupedTriton(TritonAlgorithm):
     def _gather(self, source: Tensor, weight: Tensor, problem: ConvProblem, params: Params) -> Tensor:
         (launch,) = self.launches(problem, params)
         out = _empty(problem, source)
-        _triton.run(launch, _nhwc(source), _nhwc(weight), out)
+        weight = _turn(weight, problem) if _turned(problem) else _nhwc(weight)
+        _triton.run(launch, _nhwc(source), weight, out)
         return out
 
     def backward_weight(self, x: Tensor, grad_y: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
@@ -173,6 +184,18 @@ class GroupedTriton(TritonAlgorithm):
 
 def _nhwc(t: Tensor) -> Tensor:
     return _triton.aligned(t.contiguous(memory_format=torch.channels_last))
+
+
+def _turned(p: ConvProblem) -> bool:
+    """Whether the weight is copied with the inner dimension last: for TF32 tensor cores take it no other way, and the
+    compiler would make 4-byte loads of it."""
+    return p.direction == Direction.BACKWARD_DATA and p.dtype == "float32"
+
+
+def _turn(weight: Tensor, p: ConvProblem) -> Tensor:
+    """(K, C/groups, R, S) -> (C, R, S, K/groups)."""
+    groups = weight.reshape(p.groups, p.K // p.groups, p.C // p.groups, p.R, p.S)
+    return _triton.aligned(groups.permute(0, 2, 3, 4, 1).contiguous())
 
 
 def _empty(p: ConvProblem, like: Tensor) -> Tensor:
@@ -201,10 +224,13 @@ class _Gather:
         return tiles * self.phases * _ceil(self.units, self.m)
 
     @property
+    def stage_bytes(self) -> int:
+        return (self.m + self.n) * self.k * self.p.element_bytes
+
+    @property
     def shared_bytes(self) -> int:
         """Operands in flight, or the result on its way from the layout of tensor cores to that of memory."""
-        operands = self.config["num_stages"] * (self.m + self.n) * self.k * self.p.element_bytes
-        return int(max(operands, self.m * self.n * 4))
+        return max(int(self.config["num_stages"]) * self.stage_bytes, self.m * self.n * 4)
 
     @property
     def expected_ns(self) -> float:
@@ -222,7 +248,7 @@ class _Gather:
         step_h, common_h, inverse_h = _axis_constants(p.stride_h, p.dil_h)
         step_w, common_w, inverse_w = _axis_constants(p.stride_w, p.dil_w)
         constants: dict[str, Value] = dict(
-            FORWARD=self.forward,
+            FORWARD=self.forward, SOURCE_LAST=self.forward or _turned(p),
             PIXELS=self.units, UNITS_H=self.units_h, UNITS_W=self.units_w,
             SOURCE_H=source_h, SOURCE_W=source_w, OUT_H=out_h, OUT_W=out_w,
             OUT_STRIDE_N=strides[0], OUT_STRIDE_C=strides[1], OUT_STRIDE_H=strides[2], OUT_STRIDE_W=strides[3],
@@ -261,9 +287,12 @@ class _Gradient:
         self.splits = _ceil(chunks, self.turns)
 
     @property
+    def stage_bytes(self) -> int:
+        return (self.n + self.j) * self.m * self.p.element_bytes
+
+    @property
     def shared_bytes(self) -> int:
-        operands = self.config["num_stages"] * (self.n + self.j) * self.m * self.p.element_bytes
-        return int(max(operands, self.n * self.j * 4))
+        return max(int(self.config["num_stages"]) * self.stage_bytes, self.n * self.j * 4)
 
     @property
     def expected_ns(self) -> float:
