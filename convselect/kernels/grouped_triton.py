@@ -30,6 +30,7 @@ memory sets; with more, half of the tensor cores' peak.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -48,15 +49,19 @@ SPLIT_BYTES = 64 << 20
 """Most that the partial sums of a weight gradient take."""
 _PROGRAMS_PER_SM = 4
 """Programs of a weight gradient per multiprocessor that pixels are divided for."""
-_FLOAT32_STAGE_BYTES = 32 << 10
-"""Larger operands of one product of float32 run out of registers where it is made of three, or are loaded 4 bytes at a
-time."""
 _WASTE = 4
 """A configuration that is expected to take so many times as long as the best is not offered."""
 
 
 def _ceil(a: int, b: int) -> int:
     return -(-a // b)
+
+
+def shipped(p: ConvProblem) -> list[dict[str, Any]]:
+    """All configurations for this direction and element type. Those of float32 are smaller: three products in place of
+    one need many registers, and in the weight gradient WGMMA has float32 loaded 4 bytes at a time if pipelined."""
+    kernel = "weight_gradient" if p.direction == Direction.BACKWARD_WEIGHT else "gather"
+    return _triton.configurations("grouped_triton", kernel + ("_float32" if p.dtype == "float32" else ""))
 
 
 def _pack(groups: int, inputs: int, outputs: int, most_inputs: int, most_outputs: int, element_bytes: int) -> int:
@@ -111,9 +116,9 @@ class GroupedTriton(TritonAlgorithm):
             return "depthwise: with one input channel per group there is nothing to sum over"
         if p.dtype not in _DTYPES:
             return f"tensor cores sum in float32, which is not enough for {p.dtype}"
-        units = p.N * (p.H + p.stride_h) * (p.W + p.stride_w) * p.stride_h * p.stride_w
-        if max(units, 2 * p.N * p.P * p.Q, p.K * (p.C // p.groups) * p.R * p.S) >= _triton.SPLIT_ELEMENTS:
-            return "2**31 pixels or weights, or nearly so many, are more than its indices count"
+        pixels = p.N * max((p.H + p.stride_h) * (p.W + p.stride_w), p.P * p.Q)
+        if max(2 * pixels, p.K * (p.C // p.groups) * p.R * p.S) >= 2**31:
+            return "more than 2**30 pixels or 2**31 weights: its indices do not count so far"
         return None
 
     def error_grade(self, problem: ConvProblem) -> Grade:
@@ -121,39 +126,30 @@ class GroupedTriton(TritonAlgorithm):
 
     def workspace_bytes(self, problem: ConvProblem) -> int:
         """Copies in NHWC of operands in other layouts, and partial sums. A weight gradient's problem does not say in
-        which layout grad_y comes: taken to be that of x."""
+        which layout grad_y comes: taken to be that of x. Nor does one say where operands begin: taken to be at
+        multiples of 16 bytes."""
         p = problem
         copied = 0 if p.layout == CHANNELS_LAST else p.y_bytes if p.direction == Direction.BACKWARD_DATA else p.x_bytes
         if p.direction != Direction.BACKWARD_WEIGHT:
-            kept = p.weight_layout == CHANNELS_LAST and not _turned(p)
-            # Turning a weight of odd strides copies it twice.
-            return copied + (0 if kept else p.weight_bytes * (2 if _turned(p) else 1))
+            return copied + (0 if p.weight_layout == CHANNELS_LAST and not _turned(p) else p.weight_bytes)
         copied += 0 if p.layout == CHANNELS_LAST else p.y_bytes
         weights = p.K * (p.C // p.groups) * p.R * p.S
-        splits = max(_Gradient(p, config).splits for config in _triton.configurations(self.name, "weight_gradient"))
+        splits = max(_Gradient(p, config).splits for config in shipped(p))
         return copied + (4 * splits * weights if splits > 1 else 0)
 
     def configs(self, problem: ConvProblem) -> list[dict[str, Any]]:
         """Sorted by the time that `_Gather` and `_Gradient` expect; those that take four times the best's are left
         out."""
         p = problem
-        kernel = "weight_gradient" if p.direction == Direction.BACKWARD_WEIGHT else "gather"
         plan = _Gradient if p.direction == Direction.BACKWARD_WEIGHT else _Gather
         limit = _triton.shared_memory_bytes()
-        plans = [plan(p, config) for config in _triton.configurations(self.name, kernel)]
-        fitting = [
-            one
-            for one in plans
-            if one.shared_bytes <= limit and (p.element_bytes == 2 or one.stage_bytes <= _FLOAT32_STAGE_BYTES)
-        ]
+        plans = [plan(p, config) for config in shipped(p)]
+        fitting = [one for one in plans if one.shared_bytes <= limit]
         fitting.sort(key=lambda one: one.expected_ns)
         return [one.config for one in fitting if one.expected_ns <= _WASTE * fitting[0].expected_ns]
 
     def launches(self, problem: ConvProblem, params: Params = None) -> tuple[Launch, ...]:
-        config = dict(params) if params else self.configs(problem)[0]
-        if problem.direction == Direction.BACKWARD_WEIGHT:
-            return _Gradient(problem, config).launches()
-        return (_Gather(problem, config).launch(),)
+        return _launches(problem, tuple(params.items()) if params else None, _triton.architecture())
 
     def forward(self, x: Tensor, weight: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
         return self._gather(x, weight, problem, params)
@@ -180,6 +176,15 @@ class GroupedTriton(TritonAlgorithm):
         _triton.run(first, _nhwc(x), _nhwc(grad_y), partial)
         _triton.run(rest[0], partial, out)
         return out
+
+
+@functools.lru_cache(maxsize=_triton.KEPT)
+def _launches(p: ConvProblem, params: tuple[tuple[str, Any], ...] | None, arch: int) -> tuple[Launch, ...]:
+    """Kept, for to make them takes longer than a call may."""
+    config = dict(params) if params else ALGORITHMS[0].configs(p)[0]
+    if p.direction == Direction.BACKWARD_WEIGHT:
+        return _Gradient(p, config).launches()
+    return (_Gather(p, config).launch(),)
 
 
 def _nhwc(t: Tensor) -> Tensor:
@@ -224,13 +229,10 @@ class _Gather:
         return tiles * self.phases * _ceil(self.units, self.m)
 
     @property
-    def stage_bytes(self) -> int:
-        return (self.m + self.n) * self.k * self.p.element_bytes
-
-    @property
     def shared_bytes(self) -> int:
         """Operands in flight, or the result on its way from the layout of tensor cores to that of memory."""
-        return max(int(self.config["num_stages"]) * self.stage_bytes, self.m * self.n * 4)
+        operands = int(self.config["num_stages"]) * (self.m + self.n) * self.k * self.p.element_bytes
+        return max(operands, self.m * self.n * 4)
 
     @property
     def expected_ns(self) -> float:
@@ -287,12 +289,9 @@ class _Gradient:
         self.splits = _ceil(chunks, self.turns)
 
     @property
-    def stage_bytes(self) -> int:
-        return (self.n + self.j) * self.m * self.p.element_bytes
-
-    @property
     def shared_bytes(self) -> int:
-        return max(int(self.config["num_stages"]) * self.stage_bytes, self.n * self.j * 4)
+        operands = int(self.config["num_stages"]) * (self.n + self.j) * self.m * self.p.element_bytes
+        return max(operands, self.n * self.j * 4)
 
     @property
     def expected_ns(self) -> float:

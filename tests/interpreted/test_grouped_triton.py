@@ -8,11 +8,19 @@ from checking import check
 from problems import PROBLEMS, operands_of, random_operands
 
 from convselect.kernels import _triton
-from convselect.kernels._triton import configurations
-from convselect.kernels.grouped_triton import GroupedTriton, _axis_constants, _pack
+from convselect.kernels.grouped_triton import GroupedTriton, _axis_constants, _launches, _pack, shipped
 from convselect.problem import CHANNELS_LAST, ConvProblem, Direction, conv_problem, layout_of
 
 ALGORITHM = GroupedTriton()
+
+
+@pytest.fixture(autouse=True)
+def _made_anew():
+    """Tests change what launches are made from."""
+    _launches.cache_clear()
+    yield
+    _launches.cache_clear()
+
 
 AWKWARD = {name: p for name, p in PROBLEMS.items() if ALGORITHM.why_not_shape(p) is None} | {
     "odd channels, packs do not divide groups": conv_problem(1, 33, 7, 5, 22, 3, 3, padding=1, groups=11),
@@ -54,19 +62,20 @@ def test_layouts(layout, weight_layout, direction):
 
 ALL_CONFIGURATIONS = [
     pytest.param(kernel, arch, config, id=f"{kernel}-{arch}-{'-'.join(map(str, config.values()))}")
-    for kernel in ("gather", "weight_gradient")
-    for arch in (80, 90)
-    for config in _triton._configurations("grouped_triton")["kernels"][kernel][f"sm_{arch}"]
+    for kernel, by_arch in _triton._configurations("grouped_triton")["kernels"].items()
+    for arch, configs in by_arch.items()
+    for config in configs
 ]
 
 
 @pytest.mark.parametrize(("kernel", "arch", "config"), ALL_CONFIGURATIONS)
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_configurations(kernel, arch, config, dtype):
-    problem = conv_problem(1, 36, 12, 12, 24, 3, 3, padding=1, groups=6, dtype=dtype, tf32=dtype == "float16")
-    directions = [Direction.BACKWARD_WEIGHT] if kernel == "weight_gradient" else [Direction.FORWARD]
-    with _triton.assumed_arch(arch):
-        for direction in directions:
+def test_configurations(kernel, arch, config):
+    dtype = "float32" if kernel.endswith("float32") else "float16"
+    problem = conv_problem(1, 36, 12, 12, 24, 3, 3, padding=1, groups=6, dtype=dtype)
+    gather = [Direction.FORWARD, Direction.BACKWARD_DATA]
+    with _triton.assumed_arch(int(arch.removeprefix("sm_"))):
+        for direction in gather if kernel.startswith("gather") else [Direction.BACKWARD_WEIGHT]:
+            assert config in shipped(problem.with_direction(direction))
             check(ALGORITHM, problem.with_direction(direction), "channels_last", params=config)
 
 
@@ -74,20 +83,19 @@ def test_configurations(kernel, arch, config, dtype):
 def test_strides_beyond_32_bits_are_computed(direction, monkeypatch):
     """The path for large tensors, on a small one."""
     monkeypatch.setattr(_triton, "SPLIT_ELEMENTS", 500)
-    problem = conv_problem(2, 16, 5, 6, 16, 2, 2, stride=2, padding=1, groups=4, direction=direction)
-    monkeypatch.setattr(ALGORITHM, "why_not_shape", lambda _: None)
-    (launch, *_) = ALGORITHM.launches(problem)
-    assert dict(launch.constants)["WIDE"]
-    check(ALGORITHM, problem, params=_quickest(problem))
+    problem = conv_problem(2, 16, 5, 7, 16, 2, 2, stride=2, padding=1, groups=4, direction=direction)
+    params = _quickest(problem)
+    assert dict(ALGORITHM.launches(problem, params)[0].constants)["WIDE"]
+    check(ALGORITHM, problem, params=params)
 
 
-@pytest.mark.parametrize("splits", [1, 2, 24])
+@pytest.mark.parametrize("splits", [1, 2, 38])
 def test_splits(splits, monkeypatch):
     """Whatever the number of splits: the same sum, and the same bits in every run."""
     monkeypatch.setattr("convselect.kernels.grouped_triton._PROGRAMS_PER_SM", 1)
     monkeypatch.setattr("convselect.kernels.grouped_triton._multiprocessors", lambda: splits)
-    problem = conv_problem(5, 8, 26, 25, 8, 2, 2, groups=2, direction=Direction.BACKWARD_WEIGHT)
-    config = configurations("grouped_triton", "weight_gradient")[0]
+    problem = conv_problem(2, 8, 26, 25, 8, 2, 2, groups=2, direction=Direction.BACKWARD_WEIGHT)
+    config = shipped(problem)[-1]
     found = dict(ALGORITHM.launches(problem, config)[-1].constants).get("SPLITS", 1)
     assert found == splits
     check(ALGORITHM, problem, "channels_last", params=config)
@@ -112,6 +120,7 @@ def test_what_does_not_apply():
     assert "float64" in ALGORITHM.why_not_shape(dense._replace(groups=2, dtype="float64"))
     assert "2**31" in ALGORITHM.why_not_shape(dense._replace(groups=2, N=2**27))
     assert ALGORITHM.why_not_shape(dense._replace(groups=2)) is None
+    assert ALGORITHM.why_not_shape(dense._replace(groups=2, dtype="bfloat16")) is None
 
 
 def test_packs():
@@ -139,15 +148,12 @@ def test_workspace_counts_copies_and_partial_sums():
     nhwc = p._replace(layout=CHANNELS_LAST, weight_layout=CHANNELS_LAST)
     assert ALGORITHM.workspace_bytes(nhwc) == 0
     assert ALGORITHM.workspace_bytes(p) == p.x_bytes + p.weight_bytes
-    for config in configurations("grouped_triton", "weight_gradient"):
-        gradient = nhwc.with_direction(Direction.BACKWARD_WEIGHT)
+    gradient = nhwc.with_direction(Direction.BACKWARD_WEIGHT)
+    for config in shipped(gradient):
         last = dict(ALGORITHM.launches(gradient, config)[-1].constants)
         assert ALGORITHM.workspace_bytes(gradient) >= 4 * last["SPLITS"] * last["SIZE"]
 
 
 def _quickest(problem: ConvProblem) -> dict[str, int]:
     """The configuration with the fewest programs: the interpreter's time."""
-    kernel = "weight_gradient" if problem.direction == Direction.BACKWARD_WEIGHT else "gather"
-    return min(
-        configurations("grouped_triton", kernel), key=lambda c: ALGORITHM.launches(problem, c)[0].grid[0]
-    )  # fmt: skip
+    return min(shipped(problem), key=lambda c: ALGORITHM.launches(problem, c)[0].grid[0])
