@@ -290,7 +290,7 @@ def load_with(card_changes: dict[str, object] | None = None, made: dict[str, np.
     ("changes", "match"),
     [
         ({"format_version": 2}, "has format 2; this version reads format 1"),
-        ({"features_version": 0}, "trained on features of version 0, this is version 2"),
+        ({"features_version": 0}, "trained on features of version 0, this is version 3"),
         ({"feature_names": list(FEATURE_NAMES[::-1])}, "trained on features"),
         ({"feature_names": list(FEATURE_NAMES[:-1])}, "trained on features"),
         ({"algorithm_names": ["a", "b", "c", "d"]}, "lack 'native'"),

@@ -142,9 +142,9 @@ def _check(algorithm: Algorithm, a: Tensor, b: Tensor, problem: ConvProblem, wan
         return "failed"
     if got.shape != want.shape or got.dtype != problem.torch_dtype:
         return "wrong"
-    error, size = torch.linalg.vector_norm(got.double() - want).item(), torch.linalg.vector_norm(want).item()
+    distance, size = torch.linalg.vector_norm(got.double() - want).item(), torch.linalg.vector_norm(want).item()
     # NaN is wrong; and where every window lies in the padding, only zeros are right.
-    return "ok" if error <= ERROR_BOUNDS[problem.dtype] * size else "wrong"
+    return "ok" if distance <= ERROR_BOUNDS[problem.dtype] * size else "wrong"
 
 
 def _timed(
