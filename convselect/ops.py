@@ -5,10 +5,10 @@
     convselect::conv2d_grad_weight  gradient of weight, likewise
 
 input is (N, C, H, W), weight (K, C / groups, R, S), y and grad_output (N, K, P, Q), bias (K,); `padding` is per side
-(top, bottom, left, right). `algorithm` names what runs; "" leaves the choice to the run. `conv2d` also carries the names
-for its two backward directions. `settings` are policy, precision and workspace as `encode` writes them; "" means those in
-force when the operator runs. An algorithm that is named but fails, or does not apply where the graph runs, is one
-warning and a native result, unless the policy names it: then its error is raised.
+(top, bottom, left, right). `algorithm` names what runs; "" leaves the choice to the run. `conv2d` also carries the
+names for its two backward directions. `settings` are policy, precision and workspace as `encode` writes them; "" means
+those in force when the operator runs. An algorithm that is named but fails, or does not apply where the graph runs, is
+one warning and a native result, unless the policy names it: then its error is raised.
 
 Results have aten's strides, and so have the fakes. The operators are closed under differentiation (see `_autograd`);
 where a direction is native, autograd emits aten's own operator instead of ours. They are registered through
@@ -315,7 +315,7 @@ def register_flop_formulas() -> None:
     ) -> int:
         mask = [True, False, False]
         rest = (None, None, None, None, False, None, None)
-        return conv_backward_flop(y_shape, x_shape, weight_shape, *rest, mask, [out_shape, None, None])
+        return conv_backward_flop(y_shape, x_shape, weight_shape, *rest, mask, out_val=[out_shape, None, None])
 
     @register_flop_formula(packets.conv2d_grad_weight)
     def _grad_weight_flops(
@@ -323,7 +323,7 @@ def register_flop_formulas() -> None:
     ) -> int:
         mask = [False, True, False]
         rest = (None, None, None, None, False, None, None)
-        return conv_backward_flop(y_shape, x_shape, weight_shape, *rest, mask, [None, out_shape, None])
+        return conv_backward_flop(y_shape, x_shape, weight_shape, *rest, mask, out_val=[None, out_shape, None])
 
 
 if "torch.utils.flop_counter" in sys.modules:
