@@ -116,6 +116,8 @@ def verdict(
         return _left_to_pytorch(settings, "tensor subclasses")
     if in_functorch() or forward_ad._current_level >= 0:
         return _left_to_pytorch(settings, "torch.func transforms inside a compiled graph")
+    if torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export():
+        return _left_to_pytorch(settings, "exports to ONNX, which knows no other operators,")
     numbers = [found for t in tensors if (found := _numbers(t)) is not None]
     if len(numbers) < len(tensors):
         return _left_to_pytorch(settings, "sizes that depend on data")

@@ -457,6 +457,19 @@ def test_an_exported_model_runs_in_a_fresh_process(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+def test_onnx_gets_atens_operators(monkeypatch):
+    """What torch.onnx.export does first, with the flag it sets while it does."""
+    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
+    model, x = converted(tiny().eval()), torch.randn(2, 3, 9, 8)
+    with favouring("im2col_gemm"):
+        targets = {str(n.target) for n in torch.export.export(model, (x,)).graph.nodes}
+        assert OURS not in targets
+        assert any("aten.conv2d" in target for target in targets)
+        model[0].policy = "im2col_gemm"
+        with pytest.raises(NotApplicable, match="ONNX"):
+            torch.export.export(model, (x,))
+
+
 def test_an_exported_model_may_be_trained():
     """The backward choices are those of the run."""
     stock = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3))
