@@ -299,31 +299,25 @@ for _op, _vmap in (
 def register_flop_formulas() -> None:
     """Let `torch.utils.flop_counter.FlopCounterMode` count these operators as it counts aten's. Counters made before
     this do not know them."""
-    from torch.utils.flop_counter import conv_backward_flop, conv_flop_count, flop_registry, register_flop_formula
+    from torch.utils.flop_counter import conv_flop_count, flop_registry, register_flop_formula
 
     packets = torch.ops.convselect
     if packets.conv2d in flop_registry:
         return
+    backward: Any = flop_registry[torch.ops.aten.convolution_backward]
+    rest = (None, None, None, None, False, None, None)  # from bias to groups: none of them counts
 
     @register_flop_formula(packets.conv2d)
-    def _conv2d_flops(x_shape: Any, weight_shape: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
-        return conv_flop_count(x_shape, weight_shape, out_shape, transposed=False)
+    def _conv2d_flops(x: Any, weight: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+        return conv_flop_count(x, weight, out_shape, transposed=False)
 
     @register_flop_formula(packets.conv2d_grad_input)
-    def _grad_input_flops(
-        y_shape: Any, weight_shape: Any, x_shape: Any, *_: Any, out_shape: Any = None, **__: Any
-    ) -> int:
-        mask = [True, False, False]
-        rest = (None, None, None, None, False, None, None)
-        return conv_backward_flop(y_shape, x_shape, weight_shape, *rest, mask, out_val=[out_shape, None, None])
+    def _grad_input_flops(y: Any, weight: Any, x: Any, *_: Any, out_shape: Any = None, **__: Any) -> Any:
+        return backward(y, x, weight, *rest, [True, False, False], out_val=[out_shape, None, None])
 
     @register_flop_formula(packets.conv2d_grad_weight)
-    def _grad_weight_flops(
-        x_shape: Any, y_shape: Any, weight_shape: Any, *_: Any, out_shape: Any = None, **__: Any
-    ) -> int:
-        mask = [False, True, False]
-        rest = (None, None, None, None, False, None, None)
-        return conv_backward_flop(y_shape, x_shape, weight_shape, *rest, mask, out_val=[None, out_shape, None])
+    def _grad_weight_flops(x: Any, y: Any, weight: Any, *_: Any, out_shape: Any = None, **__: Any) -> Any:
+        return backward(y, x, weight, *rest, [False, True, False], out_val=[None, out_shape, None])
 
 
 if "torch.utils.flop_counter" in sys.modules:

@@ -271,10 +271,11 @@ def network(name: str) -> tuple[nn.Module, Tensor]:
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
-    size = 64 if name == "convnext_tiny" else 32
+    size = 32 if name == "unet" else 64  # batch normalisation over a handful of pixels would amplify every rounding
     return model.train(), torch.randn(3, architecture.input_shape[1], size, size)
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_networks_equal_eager(name, dynamic):
@@ -297,6 +298,7 @@ def test_networks_equal_eager(name, dynamic):
     assert {str(node.target) for graph in counter.graphs for node in graph.graph.nodes} >= {OURS}
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_networks_have_as_many_graphs_as_conv2d(name):
     stock, x = network(name)
@@ -378,7 +380,7 @@ def test_transforms_inside_a_compiled_function_are_left_to_aten():
     x = torch.randn(5, 2, 3, 8, 8)
     loss = lambda t: layer(t).square().sum()  # noqa: E731
     functions = {
-        "vmap": lambda x: torch.vmap(layer)(x),
+        "vmap": torch.vmap(lambda t: layer(t)),  # vmap asks a module for its repr, which dynamo cannot follow
         "grad": lambda x: torch.func.grad(loss)(x[0]),
         "jvp": lambda x: torch.func.jvp(layer, (x[0],), (x[1],))[1],
     }
@@ -392,7 +394,7 @@ def test_transforms_inside_a_compiled_function_are_left_to_aten():
 def test_checkpointed_blocks():
     from torch.utils.checkpoint import checkpoint
 
-    stock = tiny()
+    stock = tiny().eval()  # computing again would count twice in batch normalisation
     x = torch.randn(2, 3, 9, 8)
     with favouring("im2col_gemm"):
         model = converted(stock)
