@@ -55,13 +55,17 @@ def _look(context: Any) -> None:
     try:
         x, weight = context.get_local("x").as_fake(), context.get_local("weight").as_fake()
         bias = None if _is_none(context.get_local("bias")) else context.get_local("bias").as_fake()
-        rest = [
-            context.get_local(name).as_python_constant()
-            for name in ("stride", "padding", "dilation", "groups", "policy")
-        ]
+        policy = context.get_local("policy").as_python_constant()
     except Exception:
-        return  # no tensors, or no numbers: what is wrong with it is for aten to say
-    _seen.verdict = verdict(x, weight, bias, *rest)
+        return  # no tensors: what is wrong with that is for aten to say
+    try:
+        stride, padding, dilation, groups = (
+            context.get_local(name).as_python_constant() for name in ("stride", "padding", "dilation", "groups")
+        )
+    except Exception:
+        _seen.verdict = _left_to_pytorch(_in_force(policy), "strides and paddings of symbolic size")
+        return
+    _seen.verdict = verdict(x, weight, bias, stride, padding, dilation, groups, policy)
 
 
 def _is_none(variable: Any) -> bool:
@@ -108,7 +112,7 @@ def verdict(
     x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, groups: Any, policy: str | None
 ) -> Verdict:
     """What this call becomes; reads sizes, strides, dtypes and who requires a gradient, and guards on nothing."""
-    settings = _settings.current() if policy is None else _settings.with_policy(_settings.current(), policy)
+    settings = _in_force(policy)
     if settings.policy == NATIVE:
         return _NATIVE
     tensors = [x, weight] if bias is None else [x, weight, bias]
@@ -133,8 +137,13 @@ def verdict(
         return _of_stand_ins(stand_ins, needs, (stride, padding, dilation, groups), settings, dynamic=dynamic)
 
 
+def _in_force(policy: str | None) -> _settings.Settings:
+    settings = _settings.current()
+    return settings if policy is None else _settings.with_policy(settings, policy)
+
+
 def _left_to_pytorch(settings: _settings.Settings, what: str) -> Verdict:
-    if settings.policy == "auto":
+    if settings.policy in ("auto", NATIVE):
         return _NATIVE
     return ("refused", f"{settings.policy} cannot do this convolution: {what} are left to PyTorch")
 

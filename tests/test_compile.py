@@ -375,6 +375,32 @@ def test_functional_call_and_python_arguments():
         torch.testing.assert_close(compiled(x, weight, bias, padding), want, rtol=1e-4, atol=1e-4)
 
 
+def test_numbers_that_dynamo_makes_symbolic():
+    """Integer arguments are, from their second value on: such a convolution is aten's, with as many graphs as without
+    us."""
+    x, weight = torch.randn(1, 3, 9, 9), torch.randn(4, 3, 3, 3)
+    counts = []
+    with favouring("im2col_gemm"):
+        for conv in (torch.nn.functional.conv2d, convselect.conv2d):
+            torch._dynamo.reset()
+            counter = CompileCounter()
+            compiled = torch.compile(
+                lambda x, p, conv=conv: conv(x, weight, padding=(p, p)), backend=counter, fullgraph=True
+            )
+            for padding in (1, 2, 3, 4):
+                want = torch.nn.functional.conv2d(x, weight, padding=padding)
+                torch.testing.assert_close(compiled(x, padding), want, rtol=1e-4, atol=1e-4)
+            counts.append(counter.frame_count)
+        assert counts[0] == counts[1]
+        torch._dynamo.reset()
+        forced = torch.compile(
+            lambda x, p: convselect.conv2d(x, weight, padding=(p, p), policy="im2col_gemm"),
+            backend="eager",
+            dynamic=True,
+        )
+        assert forced(x, 3).shape == (1, 4, 13, 13)
+
+
 def test_transforms_inside_a_compiled_function_are_left_to_aten():
     layer = SelectedConv2d(3, 4, 3, padding=1)
     x = torch.randn(5, 2, 3, 8, 8)
