@@ -31,13 +31,28 @@ ALLOWED = {
     "_aten_strides": {"_autograd", "kernels", "problem"},  # dispatch
     "_autograd": set(),  # dispatch
     "_calls": {"_aten_strides", "_autograd", "problem"},  # dispatch
+    "_execution": {"_aten_strides", "_lru", "_predictor", "_warnings", "choose", "kernels", "problem", "settings"},
+    "_run_ops": {
+        "_aten_strides",
+        "_calls",
+        "_execution",
+        "_lru",
+        "_warnings",
+        "choose",
+        "kernels",
+        "problem",
+        "settings",
+    },  # ops
+    "ops": {"_run_ops", "choose", "problem"},
+    "_traced": {"_autograd", "_calls", "_execution", "choose", "kernels", "ops", "problem", "settings"},  # dispatch
     "dispatch": {
         "_aten_strides",
         "_autograd",
         "_calls",
+        "_execution",
         "_lru",
-        "_predictor",
-        "_warnings",
+        "_run_ops",
+        "_traced",
         "choose",
         "kernels",
         "problem",
