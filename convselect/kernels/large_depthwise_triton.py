@@ -36,6 +36,7 @@ expected at 0.15 to 0.25 ms.
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,6 +117,12 @@ class _Band:
         """Whether the kernel reads a copy of the image."""
         return self.transposed or problem.layout == CHANNELS_LAST or self.width(problem.element_bytes) != self.W
 
+    def outer(self, height: int, width: int, layout: str) -> Strides:
+        """Strides along the band's axes of the caller's tensor with this height and width."""
+        if self.transposed:
+            return _swapped(_strides(self.N, self.C, width, height, layout))
+        return _strides(self.N, self.C, height, width, layout)
+
     def unpacked(self, problem: ConvProblem) -> bool:
         """Whether the kernel writes something that has yet to be brought into the result's layout."""
         return self.transposed or problem.layout == CHANNELS_LAST
@@ -180,11 +187,16 @@ class _Correlation:
 
 @dataclass(frozen=True)
 class _Step:
-    """A launch, and the shape and type of what it writes; None where that is the result."""
+    """A launch, the tensors it reads by name, and the name, shape and type of what it writes."""
 
     launch: Launch
-    writes: tuple[int, ...] | None
-    dtype: torch.dtype
+    reads: tuple[str, ...]
+    writes: str
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.float32
+
+
+_RESULT = "result"
 
 
 def _wide(*elements: int) -> bool:
@@ -220,16 +232,10 @@ def _banded_steps(problem: ConvProblem, config: dict[str, Any]) -> tuple[_Step, 
     width, table = band.width(e), _Table.of(band, BP, BQ, BK, e)
     steps = []
 
-    def outer(height: int, width: int) -> Strides:
-        """Of the caller's tensor, whose axes are (n, c, h, w) of the band."""
-        if band.transposed:
-            return _swapped(_strides(N, C, width, height, problem.layout))
-        return _strides(N, C, height, width, problem.layout)
-
     if band.packed(problem):
         target = _strides(N, C, H, width, CONTIGUOUS)
-        launch = _relayout(problem, (N, C, H, W), outer(H, W), target, width)
-        steps.append(_Step(launch, (N, C, H, width), dtype))
+        launch = _relayout(problem, (N, C, H, W), band.outer(H, W, problem.layout), target, width)
+        steps.append(_Step(launch, ("x",), "x", (N, C, H, width), dtype))
 
     block = 1024
     taps = (1, band.R) if band.transposed else (band.S, 1)
@@ -240,7 +246,7 @@ def _banded_steps(problem: ConvProblem, config: dict[str, Any]) -> tuple[_Step, 
     )  # fmt: skip
     grid = (C * -(-table.elements // block), 1, 1)
     launch = Launch(_MODULE, "shifted_filters", grid, (problem.dtype,) * 2, tuple(constants.items()), 4, 1)
-    steps.append(_Step(launch, (C, table.elements), dtype))
+    steps.append(_Step(launch, ("weight",), "table", (C, table.elements), dtype))
 
     constants = dict(
         N=N, C=C, H=H, WIDTH=width, P=P, Q=Q, R=band.R, PAD_TOP=band.pad_top, PAD_LEFT=band.pad_left,
@@ -251,11 +257,12 @@ def _banded_steps(problem: ConvProblem, config: dict[str, Any]) -> tuple[_Step, 
     grid = (C * -(-N * -(-P // BP) // BM) * -(-Q // BQ), 1, 1)
     kinds = (problem.dtype,) * 3
     launch = Launch(_MODULE, "banded", grid, kinds, tuple(constants.items()), config["num_warps"], config["num_stages"])
-    steps.append(_Step(launch, (N, C, P, Q) if band.unpacked(problem) else None, dtype))
-
-    if band.unpacked(problem):
-        launch = _relayout(problem, (N, C, P, Q), _strides(N, C, P, Q, CONTIGUOUS), outer(P, Q))
-        steps.append(_Step(launch, None, dtype))
+    if not band.unpacked(problem):
+        steps.append(_Step(launch, ("x", "table"), _RESULT))
+    else:
+        steps.append(_Step(launch, ("x", "table"), "y", (N, C, P, Q), dtype))
+        launch = _relayout(problem, (N, C, P, Q), _strides(N, C, P, Q, CONTIGUOUS), band.outer(P, Q, problem.layout))
+        steps.append(_Step(launch, ("y",), _RESULT))
     return tuple(steps)
 
 
@@ -265,10 +272,10 @@ def _correlation_steps(problem: ConvProblem, config: dict[str, Any]) -> tuple[_S
     cut = _Correlation.of(p, BK, config["PROGRAMS"])
     parts = cut.parts_q * cut.parts_k
     steps = []
-    for H, W, length in ((p.H, p.W, cut.x_length), (p.P, p.Q, cut.y_length)):
+    for name, H, W, length in (("x", p.H, p.W, cut.x_length), ("y", p.P, p.Q, cut.y_length)):
         target = (1, W * length, p.N, length)
         launch = _relayout(p, (p.N, p.C, H, W), _strides(p.N, p.C, H, W, p.layout), target)
-        steps.append(_Step(launch, (p.C, W, length), dtype))
+        steps.append(_Step(launch, (name,), name, (p.C, W, length), dtype))
 
     constants: dict[str, Any] = dict(
         N=p.N, H=p.H, W=p.W, P=p.P, Q=p.Q, R=p.R, S=p.S, PAD_TOP=p.pad_top, PAD_LEFT=p.pad_left,
@@ -280,7 +287,7 @@ def _correlation_steps(problem: ConvProblem, config: dict[str, Any]) -> tuple[_S
         _MODULE, "correlate", (p.C * parts, 1, 1), (p.dtype, p.dtype, "float32"), tuple(constants.items()),
         config["num_warps"], config["num_stages"],
     )  # fmt: skip
-    steps.append(_Step(launch, (p.C, parts, cut.RB, cut.SB), torch.float32))
+    steps.append(_Step(launch, ("x", "y"), "partial", (p.C, parts, cut.RB, cut.SB)))
 
     block = min(512, _power(p.R * p.S))
     constants = dict(
@@ -288,28 +295,106 @@ def _correlation_steps(problem: ConvProblem, config: dict[str, Any]) -> tuple[_S
     )
     grid = (p.C * -(-p.R * p.S // block), 1, 1)
     launch = Launch(_MODULE, "add_parts", grid, ("float32", p.dtype), tuple(constants.items()), 4, 1)
-    steps.append(_Step(launch, None, dtype))
+    steps.append(_Step(launch, ("partial",), _RESULT))
+    return tuple(steps)
+
+
+@dataclass(frozen=True)
+class _Gradient:
+    """How the banded weight gradient is cut: tiles of HB rows of the window by CB columns, for SB taps."""
+
+    columns: int
+    CB: int
+    HB: int
+    SB: int
+    tiles_h: int
+    tiles_q: int
+    parts: int
+
+    @staticmethod
+    def of(problem: ConvProblem, config: dict[str, Any]) -> _Gradient | None:
+        """None where the window is wider than a tile."""
+        band, e = _Band.of(problem._replace(direction=Direction.FORWARD)), problem.element_bytes
+        BM, BP, BQ, BK = config["BM"], config["BP"], config["BQ"], config["K_BYTES"] // e
+        columns = _Table.of(band, BP, BQ, BK, e).columns
+        CB = _power(columns)
+        if BM < CB:
+            return None
+        tiles_h, tiles_q = -(-(BP + band.R - 1) // (BM // CB)), -(-band.Q // BQ)
+        steps = -(-band.N * -(-band.P // BP) // BK)
+        parts = min(steps, max(1, 2 * _SMS // (band.C * tiles_h * tiles_q)))
+        return _Gradient(columns, CB, BM // CB, max(16, _power(band.S)), tiles_h, tiles_q, parts)
+
+
+def _gradient_steps(problem: ConvProblem, config: dict[str, Any]) -> tuple[_Step, ...]:
+    band, e = _Band.of(problem._replace(direction=Direction.FORWARD)), problem.element_bytes
+    cut = _Gradient.of(problem, config)
+    assert cut is not None
+    N, C, H, W, P, Q = band.N, band.C, band.H, band.W, band.P, band.Q
+    BP, BQ, BK, vector = config["BP"], config["BQ"], config["K_BYTES"] // e, 16 // e
+    widths, steps = [], []
+    for name, height, width in (("x", H, W), ("y", P, Q)):
+        padded = _up(width, vector)
+        widths.append(padded)
+        if band.transposed or problem.layout == CHANNELS_LAST or padded != width:
+            target = _strides(N, C, height, padded, CONTIGUOUS)
+            launch = _relayout(
+                problem, (N, C, height, width), band.outer(height, width, problem.layout), target, padded
+            )
+            steps.append(_Step(launch, (name,), name, (N, C, height, padded), problem.torch_dtype))
+
+    tiles, rows = cut.tiles_q * cut.parts, cut.tiles_h * cut.HB
+    elements = C * tiles * rows * BP * cut.SB
+    constants: dict[str, Any] = dict(
+        N=N, C=C, H=H, WIDTH=widths[0], P=P, Y_WIDTH=widths[1], Q=Q, R=band.R, PAD_TOP=band.pad_top,
+        PAD_LEFT=band.pad_left, COPIES=vector, PARTS=cut.parts, HB=cut.HB, CB=cut.CB, SB=cut.SB, BP=BP, BQ=BQ, BK=BK,
+        PRECISION=_triton.dot_precision(problem), WIDE=_wide(N * C * H * widths[0], N * C * P * widths[1], elements),
+    )  # fmt: skip
+    launch = Launch(
+        _MODULE, "banded_gradient", (C * tiles * cut.tiles_h, 1, 1), (problem.dtype, problem.dtype, "float32"),
+        tuple(constants.items()), config["num_warps"], config["num_stages"],
+    )  # fmt: skip
+    steps.append(_Step(launch, ("x", "y"), "partial", (C, tiles, rows, BP, cut.SB)))
+
+    block = min(512, _power(band.R * band.S))
+    taps = (1, band.R) if band.transposed else (band.S, 1)
+    constants = dict(
+        R=band.R, S=band.S, TILES=tiles, ROWS=rows, BP=BP, SB=cut.SB, STEP_R=taps[0], STEP_S=taps[1], BLOCK=block,
+        WIDE=_wide(elements),
+    )  # fmt: skip
+    grid = (C * -(-band.R * band.S // block), 1, 1)
+    launch = Launch(_MODULE, "add_bands", grid, ("float32", problem.dtype), tuple(constants.items()), 4, 1)
+    steps.append(_Step(launch, ("partial",), _RESULT))
     return tuple(steps)
 
 
 @functools.lru_cache(maxsize=4096)
 def _steps(problem: ConvProblem, config: tuple[tuple[str, Any], ...]) -> tuple[_Step, ...]:
-    make = _correlation_steps if problem.direction == Direction.BACKWARD_WEIGHT else _banded_steps
-    return make(problem, dict(config))
+    values = dict(config)
+    if problem.direction != Direction.BACKWARD_WEIGHT:
+        return _banded_steps(problem, values)
+    return _gradient_steps(problem, values) if "BM" in values else _correlation_steps(problem, values)
 
 
 @functools.lru_cache(maxsize=4096)
 def _ranked(problem: ConvProblem, arch: int) -> tuple[tuple[tuple[str, Any], ...], ...]:
     """The configurations of an architecture that fit, the one with the least estimated time first."""
-    weight = problem.direction == Direction.BACKWARD_WEIGHT
-    cost = _correlation_cycles if weight else _banded_cycles
-    fitting = [
-        config
-        for config in _triton.configurations(_NAME, "correlate" if weight else "banded")
-        if _shared_bytes(problem, config) <= _triton.shared_memory_bytes() and _registers_do(problem, config, arch)
-    ]
-    fitting.sort(key=lambda config: cost(problem, config))
+    if problem.direction == Direction.BACKWARD_WEIGHT:
+        offered = [c for c in _triton.configurations(_NAME, "banded_gradient") if _Gradient.of(problem, c)]
+        offered += _triton.configurations(_NAME, "correlate")
+    else:
+        offered = _triton.configurations(_NAME, "banded")
+    limit = _triton.shared_memory_bytes()
+    fitting = [c for c in offered if _shared_bytes(problem, c) <= limit and _registers_do(problem, c, arch)]
+    fitting.sort(key=lambda config: _cycles(problem, config))
     return tuple(tuple(config.items()) for config in fitting)
+
+
+def _cycles(problem: ConvProblem, config: dict[str, Any]) -> float:
+    """An estimate of the time: waves of programs, each of so many steps; for comparing configurations only."""
+    if problem.direction != Direction.BACKWARD_WEIGHT:
+        return _banded_cycles(problem, config)
+    return _gradient_cycles(problem, config) if "BM" in config else _correlation_cycles(problem, config)
 
 
 def _shared_bytes(problem: ConvProblem, config: dict[str, Any]) -> int:
@@ -317,7 +402,7 @@ def _shared_bytes(problem: ConvProblem, config: dict[str, Any]) -> int:
     buffers = int(config["num_stages"])
     if problem.dtype == "float32" and not problem.tf32:
         buffers += 1  # the rests of operands that were split in two
-    if problem.direction == Direction.BACKWARD_WEIGHT:
+    if "BM" not in config:
         rows = max(16, _power(problem.R)) + max(16, _power(problem.S))
     else:
         rows = config["BM"] + config["BP"] * config["BQ"]
@@ -327,7 +412,7 @@ def _shared_bytes(problem: ConvProblem, config: dict[str, Any]) -> int:
 def _registers_do(problem: ConvProblem, config: dict[str, Any], arch: int) -> bool:
     """Whether the tile leaves room for operands in two parts each, of which three TF32 products are made: one operand's
     with wgmma, both with mma."""
-    if problem.dtype != "float32" or problem.tf32 or problem.direction == Direction.BACKWARD_WEIGHT:
+    if problem.dtype != "float32" or problem.tf32 or "BM" not in config:
         return True
     most = 64 if arch == 90 and config["BM"] >= 64 else 32
     return bool(config["BM"] * config["BP"] * config["BQ"] <= most * 32 * config["num_warps"])
@@ -344,7 +429,6 @@ def _step_cycles(problem: ConvProblem, rows: int, columns: int, k_bytes: int) ->
 
 
 def _banded_cycles(problem: ConvProblem, config: dict[str, Any]) -> float:
-    """An estimate of the time: waves of programs, each of so many steps; for comparing configurations only."""
     band, e = _Band.of(problem), problem.element_bytes
     BM, BP, BQ, BK = config["BM"], config["BP"], config["BQ"], config["K_BYTES"] // e
     table = _Table.of(band, BP, BQ, BK, e)
@@ -363,6 +447,22 @@ def _banded_cycles(problem: ConvProblem, config: dict[str, Any]) -> float:
     # The copies of the filter are written once and first read from there.
     copies: float = 2 * band.C * table.elements * e / (_SMS * _L2_BYTES)
     return -(-programs // _SMS) * per_program + copies
+
+
+def _gradient_cycles(problem: ConvProblem, config: dict[str, Any]) -> float:
+    band, cut = _Band.of(problem._replace(direction=Direction.FORWARD)), _Gradient.of(problem, config)
+    assert cut is not None
+    BM, BP, BK = config["BM"], config["BP"], config["K_BYTES"] // problem.element_bytes
+    tiles, steps = [range(t * cut.HB, (t + 1) * cut.HB) for t in range(cut.tiles_h)], 0
+    for rows in tiles:
+        low, high = max(0, band.pad_top - rows[-1] + BP - 1) // BP, (band.H - 1 + band.pad_top - rows[0]) // BP + 1
+        steps += -(-max(0, min(high, -(-band.P // BP)) - low) * band.N // BK)
+    per_program = steps / len(tiles) / cut.parts * _step_cycles(problem, BM, BP * config["BQ"], config["K_BYTES"])
+    # The sums along the diagonals: a shuffle and a few instructions per element.
+    per_program += BM * BP * config["BQ"] * cut.SB / cut.CB / 8
+    programs = band.C * cut.tiles_h * cut.tiles_q * cut.parts
+    partial: float = 8 * programs * cut.HB * BP * cut.SB / (_SMS * _L2_BYTES)
+    return float(-(-programs // _SMS) * per_program + partial)
 
 
 def _correlation_cycles(problem: ConvProblem, config: dict[str, Any]) -> float:
@@ -419,18 +519,11 @@ class LargeDepthwiseTriton(TritonAlgorithm):
         else:
             operands = p.x_bytes + p.y_bytes
         block = 512  # the allocator's
-        return (
-            operands
-            + 3 * block
-            + max(
-                sum(
-                    block + functools.reduce(int.__mul__, step.writes) * step.dtype.itemsize
-                    for step in self._steps(p, config)
-                    if step.writes
-                )
-                for config in self.configs(p)
-            )
+        made = max(
+            sum(block + math.prod(step.shape) * step.dtype.itemsize for step in self._steps(p, config) if step.shape)
+            for config in self.configs(p)
         )
+        return operands + 3 * block + made
 
     def _operand(self, t: Tensor, problem: ConvProblem) -> Tensor:
         last = problem.layout == CHANNELS_LAST
@@ -445,46 +538,26 @@ class LargeDepthwiseTriton(TritonAlgorithm):
             memory_format=torch.channels_last if last else torch.contiguous_format,
         )
 
-    def _banded(self, image: Tensor, weight: Tensor, problem: ConvProblem, params: Params) -> Tensor:
-        image = self._operand(image, problem)
-        weight = _triton.aligned(weight.contiguous())
-        result = self._result(image, problem)
-        made: dict[str, Tensor] = {}
+    def _run(self, problem: ConvProblem, params: Params, **tensors: Tensor) -> Tensor:
+        like = next(iter(tensors.values()))
         for step in self._steps(problem, params):
-            out = result if step.writes is None else image.new_empty(step.writes)
-            if step.launch.kernel == "shifted_filters":
-                made["table"] = out
-                _triton.run(step.launch, weight, out)
-            elif step.launch.kernel == "banded":
-                _triton.run(step.launch, image, made["table"], out)
-                image = out
+            if step.writes == _RESULT:
+                out = self._result(like, problem)
             else:
-                _triton.run(step.launch, image, out)
-                image = out
-        return result
+                out = torch.empty(step.shape, dtype=step.dtype, device=like.device)
+            _triton.run(step.launch, *(tensors[name] for name in step.reads), out)
+            tensors[step.writes] = out
+        return tensors[_RESULT]
 
     def forward(self, x: Tensor, weight: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
-        return self._banded(x, weight, problem, params)
+        weight = _triton.aligned(weight.contiguous())
+        return self._run(problem, params, x=self._operand(x, problem), weight=weight)
 
     def backward_data(self, grad_y: Tensor, weight: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
-        return self._banded(grad_y, weight, problem, params)
+        return self.forward(grad_y, weight, problem, params)
 
     def backward_weight(self, x: Tensor, grad_y: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
-        turn_x, turn_y, correlate, add = self._steps(problem, params)
-
-        def turned(step: _Step, t: Tensor) -> Tensor:
-            assert step.writes is not None
-            out = t.new_empty(step.writes)
-            _triton.run(step.launch, self._operand(t, problem), out)
-            return out
-
-        x_rows, y_rows = turned(turn_x, x), turned(turn_y, grad_y)
-        assert correlate.writes is not None
-        partial = torch.empty(correlate.writes, dtype=torch.float32, device=x.device)
-        _triton.run(correlate.launch, x_rows, y_rows, partial)
-        result = self._result(x, problem)
-        _triton.run(add.launch, partial, result)
-        return result
+        return self._run(problem, params, x=self._operand(x, problem), y=self._operand(grad_y, problem))
 
 
 ALGORITHMS = (LargeDepthwiseTriton(),)
