@@ -22,15 +22,20 @@ kernel is an implicit GEMM. What makes this one fit Triton, where shared memory 
   skipped: with 27x27 on 14x14 pixels that is more than half of the products, columns included.
 - Filters at least twice as tall as wide are computed transposed: the band costs least along the longer side.
 
-The weight gradient has 1,000 results per channel and a long sum, and no use for a band: with images innermost,
-(C, W, H * N), shifts by r and by s are both whole rows, and grad_w is the sum over q of [r, (h, n)] @ [(h, n), s], in
-parts that a second kernel adds up in a fixed order. It reads 16 bytes at a time where 16 bytes of images are.
+The weight gradient is that of T, summed along its diagonals:
+
+    D[(h, i), (p, q)] = X[patch, (h, i)]^T @ grad_Y[patch, (p, q)],   grad_w[r, s] = sum of D over h - p = r, i - q = s
+
+A program holds a tile of D for its share of the patches, brings every diagonal to one row by shuffles within warps, adds
+along q and stores what is left, BP numbers per tap and tile; a second kernel adds those up in a fixed order. For windows
+wider than a tile there is another form: with images innermost, (C, W, H * N), shifts by r and by s are both whole rows,
+and grad_w is the sum over q of [r, (h, n)] @ [(h, n), s], without a band but in small tiles.
 
 Expected, by arithmetic and not measured: 40 to 60 % of the products made are useful for 31x31 on 56x56 pixels, and a
 tile of 128 x 128 results needs 32 KB of operands per 64 terms of its sums. So the L2 cache sets the pace, at a quarter
 to a half of the tensor cores' peak: 0.06 to 0.13 ms for 24.7 GFLOP (32 images, 128 channels) on an H100, where 0.41 ms
-is the least without tensor cores. The weight gradient's tiles are small, 8 KB per 32 x 32 x 64 products, and it is
-expected at 0.15 to 0.25 ms.
+is the least without tensor cores.
+The weight gradient is expected at a third more; its other form, 8 KB per 32 x 32 x 64 products, at twice that.
 """
 
 from __future__ import annotations
