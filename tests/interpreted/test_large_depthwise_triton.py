@@ -9,8 +9,7 @@ import pytest
 from checking import check
 from problems import LAYOUTS
 
-from convselect.kernels import _triton
-from convselect.kernels import large_depthwise_triton as module
+from convselect.kernels import _large_depthwise_plan, _triton
 from convselect.kernels.large_depthwise_triton import LargeDepthwiseTriton
 from convselect.problem import Direction, conv_problem
 
@@ -106,11 +105,11 @@ def test_every_configuration(kernel, config):
 
 
 def test_offsets_of_64_bits(monkeypatch):
-    module._steps.cache_clear()
-    monkeypatch.setattr(module, "_wide", lambda *elements: True)
+    _large_depthwise_plan.planned.cache_clear()
+    monkeypatch.setattr(_large_depthwise_plan, "_wide", lambda *elements: True)
     for direction in DIRECTIONS:
         check(ALGORITHM, depthwise(2, 2, 3, 4, 7, 7, 3).with_direction(direction), "channels_last")
-    module._steps.cache_clear()
+    _large_depthwise_plan.planned.cache_clear()
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
