@@ -335,7 +335,7 @@ def _gradient_steps(problem: ConvProblem, config: dict[str, Any]) -> tuple[Step,
 
 @functools.lru_cache(maxsize=4096)
 def planned(problem: ConvProblem, config: tuple[tuple[str, Any], ...]) -> tuple[Step, ...]:
-    """The launches of a problem under a configuration, as pairs, in order."""
+    """What runs for a problem, in order; the configuration is given as pairs so that it can be a key."""
     values = dict(config)
     if problem.direction != Direction.BACKWARD_WEIGHT:
         return _banded_steps(problem, values)
