@@ -60,14 +60,17 @@ def products(problem, arch, config, kernel):
     assert used.spill_bytes == 0, used
     assert used.registers < 255, used
     assert used.shared_bytes <= limit, used
-    assert count(opcodes, "LDGSTS.E.BYPASS.128") > 0
-    assert count(opcodes, "LDG.") == 0
+    # Both operands of TF32 products must be turned, four bytes at a time, where the sum runs over rows.
+    turned = kernel == "banded_gradient" and dict(launch.constants)["COPIES"] == 4
+    assert count(opcodes, "LDGSTS.E" if turned else "LDGSTS.E.BYPASS.128") > 0
+    assert count(opcodes, "LDG.") == count(opcodes, "LDG.E.128")
     assert count(opcodes, "HGMMA" if arch == 90 and rows(kernel, config) >= 64 else "HMMA") > 0
-    assert count(opcodes, "STG.E.128") > 0
+    if kernel != "banded_gradient":
+        assert count(opcodes, "STG.E.128") > 0
 
 
 def rows(kernel, config):
-    return config["BM"] if kernel == "banded" else 32
+    return 32 if kernel == "correlate" else config["BM"]
 
 
 def shipped(kernel):
@@ -78,7 +81,7 @@ def shipped(kernel):
 
 
 @pytest.mark.parametrize("kind", REPLKNET)
-@pytest.mark.parametrize(("arch", "config"), shipped("banded"), ids=str)
+@pytest.mark.parametrize(("arch", "config"), list(shipped("banded")), ids=str)
 def test_banded(arch, config, kind):
     with _triton.assumed_arch(arch):
         if config not in ALGORITHM.configs(REPLKNET[kind]):
@@ -87,9 +90,19 @@ def test_banded(arch, config, kind):
 
 
 @pytest.mark.parametrize("kind", ["float16", "tf32x3"])
-@pytest.mark.parametrize(("arch", "config"), shipped("correlate"), ids=str)
+@pytest.mark.parametrize(("arch", "config"), list(shipped("correlate")), ids=str)
 def test_correlate(arch, config, kind):
     products(REPLKNET[kind].with_direction(Direction.BACKWARD_WEIGHT), arch, config, "correlate")
+
+
+@pytest.mark.parametrize("kind", REPLKNET)
+@pytest.mark.parametrize(("arch", "config"), list(shipped("banded_gradient")), ids=str)
+def test_banded_gradient(arch, config, kind):
+    problem = REPLKNET[kind].with_direction(Direction.BACKWARD_WEIGHT)
+    with _triton.assumed_arch(arch):
+        if config not in ALGORITHM.configs(problem):
+            pytest.skip("not offered for this type")
+    products(problem, arch, config, "banded_gradient")
 
 
 @pytest.mark.parametrize("direction", list(Direction))
@@ -99,7 +112,7 @@ def test_all_that_an_nhwc_layer_runs(arch, direction):
     for launch, opcodes in kernels(UNIREPLKNET.with_direction(direction), arch):
         seen[launch.kernel] = opcodes
     if direction == Direction.BACKWARD_WEIGHT:
-        assert list(seen) == ["relayout", "correlate", "add_parts"]
+        assert list(seen) == ["relayout", "banded_gradient", "add_bands"]
         assert count(seen["relayout"], "LDG.E.128") > 0
         assert count(seen["relayout"], "STG.E.128") > 0
     else:

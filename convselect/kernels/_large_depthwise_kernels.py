@@ -251,3 +251,121 @@ def add_parts(
     for part in range(PARTS):
         total += tl.load(read + part * (RB * SB), mask=at < R * S, other=0)
     tl.store(grad_weight + c * (R * S) + at, total.to(grad_weight.dtype.element_ty), mask=at < R * S)
+
+
+@triton.jit
+def banded_gradient(
+    x,
+    grad_y,
+    partial,
+    N: tl.constexpr,
+    C: tl.constexpr,
+    H: tl.constexpr,
+    WIDTH: tl.constexpr,
+    P: tl.constexpr,
+    Y_WIDTH: tl.constexpr,
+    Q: tl.constexpr,
+    R: tl.constexpr,
+    PAD_TOP: tl.constexpr,
+    PAD_LEFT: tl.constexpr,
+    COPIES: tl.constexpr,
+    PARTS: tl.constexpr,
+    HB: tl.constexpr,
+    CB: tl.constexpr,
+    SB: tl.constexpr,
+    BP: tl.constexpr,
+    BQ: tl.constexpr,
+    BK: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """partial[c, tile, h, pp, s] = sum over the patches of a tile of columns and a part of the images, and over j, of
+    x[patch, h, s + j - d] * grad_y[patch, pp, j]: the gradient of the Toeplitz matrix, summed along its diagonals."""
+    groups: tl.constexpr = (P + BP - 1) // BP
+    tiles_q: tl.constexpr = (Q + BQ - 1) // BQ
+    window: tl.constexpr = BP + R - 1
+    tiles_h: tl.constexpr = (window + HB - 1) // HB
+    pid = tl.program_id(0)
+    part = pid % PARTS
+    h0 = pid // PARTS % tiles_h * HB
+    tile_q = pid // (PARTS * tiles_h) % tiles_q
+    channel = pid // (PARTS * tiles_h * tiles_q)
+    q0 = tile_q * BQ
+    c0 = tl.maximum(q0 - PAD_LEFT, 0) // COPIES * COPIES
+    d = c0 - q0 + PAD_LEFT
+    if WIDE:
+        channel = channel.to(tl.int64)
+    m = tl.arange(0, HB * CB)
+    hh = h0 + m // CB
+    i = m % CB
+    o = tl.arange(0, BP * BQ)
+    pp = o // BQ
+    j = o % BQ
+    # Groups of rows whose window meets the image; one too many does no harm.
+    low = tl.maximum(PAD_TOP - (h0 + HB - 1) + BP - 1, 0) // BP
+    high = tl.minimum(tl.maximum(H - 1 + PAD_TOP - h0, -BP) // BP + 1, groups)
+    steps = tl.cdiv(tl.maximum(high - low, 0) * N, BK)
+    per = tl.cdiv(steps, PARTS)
+    total = tl.zeros((HB * CB, BP * BQ), tl.float32)
+    x += channel * (H * WIDTH) - PAD_TOP * WIDTH + c0
+    grad_y += channel * (P * Y_WIDTH) + q0
+    for step in range(part * per, tl.minimum(part * per + per, steps)):
+        k = low * N + step * BK + tl.arange(0, BK)
+        n = k % N
+        p = k // N * BP
+        if WIDE:
+            n = n.to(tl.int64)
+        h = p[:, None] - PAD_TOP + hh[None, :]
+        inside = (h >= 0) & (h < H) & (c0 + i < WIDTH)[None, :]
+        read = x + ((n * (C * H * WIDTH) + p * WIDTH)[:, None] + (hh * WIDTH + i)[None, :])
+        a = tl.load(read, mask=inside, other=0)
+        inside = (p[:, None] + pp[None, :] < P) & (q0 + j < Y_WIDTH)[None, :]
+        read = grad_y + ((n * (C * P * Y_WIDTH) + p * Y_WIDTH)[:, None] + (pp * Y_WIDTH + j)[None, :])
+        g = tl.load(read, mask=inside, other=0)
+        total = tl.dot(tl.trans(a), g, total, input_precision=PRECISION)
+    # Element (s + j - d, j) comes to (s, j); what lies outside the window is outside the image.
+    e = tl.arange(0, HB * SB)
+    at = (e % SB)[:, None] + j[None, :] - d
+    valid = (at >= 0) & (at < CB)
+    at = tl.minimum(tl.maximum(at, 0), CB - 1) + (e // SB * CB)[:, None]
+    skewed = tl.where(valid, tl.gather(total, at, 0), 0.0)
+    sums = tl.sum(tl.reshape(skewed, (HB * SB, BP, BQ)), 2)
+    block = (channel * tiles_q + tile_q) * PARTS + part
+    row = h0 + e // SB
+    b = tl.arange(0, BP)
+    write = partial + block * (tiles_h * HB * BP * SB) + (row[:, None] * BP + b[None, :]) * SB + (e % SB)[:, None]
+    tl.store(write, sums)
+
+
+@triton.jit
+def add_bands(
+    partial,
+    grad_weight,
+    R: tl.constexpr,
+    S: tl.constexpr,
+    TILES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BP: tl.constexpr,
+    SB: tl.constexpr,
+    STEP_R: tl.constexpr,
+    STEP_S: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """grad_weight[c, r, s] = sum over tiles and pp of partial[c, tile, r + pp, pp, s], in their order."""
+    blocks: tl.constexpr = (R * S + BLOCK - 1) // BLOCK
+    pid = tl.program_id(0)
+    c = pid // blocks
+    at = pid % blocks * BLOCK + tl.arange(0, BLOCK)
+    if WIDE:
+        c = c.to(tl.int64)
+    r = at // S
+    s = at % S
+    read = partial + c * (TILES * ROWS * BP * SB) + r * (BP * SB) + s
+    total = tl.zeros((BLOCK,), tl.float32)
+    for part in range(TILES * BP):
+        # From pp to pp + 1 one row further as well.
+        step = part // BP * (ROWS * BP * SB) + part % BP * (BP * SB + SB)
+        total += tl.load(read + step, mask=at < R * S, other=0)
+    write = grad_weight + c * (R * S) + r * STEP_R + s * STEP_S
+    tl.store(write, total.to(grad_weight.dtype.element_ty), mask=at < R * S)

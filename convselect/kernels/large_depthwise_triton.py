@@ -22,21 +22,25 @@ kernel is an implicit GEMM. What makes this one fit Triton, where shared memory 
   skipped: with 27x27 on 14x14 pixels that is more than half of the products, columns included.
 - Filters at least twice as tall as wide are computed transposed: the band costs least along the longer side.
 
-The weight gradient has 1,000 results per channel and a long sum, and no use for a band: with images innermost,
-(C, W, H * N), shifts by r and by s are both whole rows, and grad_w is the sum over q of [r, (h, n)] @ [(h, n), s], in
-parts that a second kernel adds up in a fixed order. It reads 16 bytes at a time where 16 bytes of images are.
+The weight gradient is that of T, summed along its diagonals:
+
+    D[(h, i), (p, q)] = X[patch, (h, i)]^T @ grad_Y[patch, (p, q)],   grad_w[r, s] = sum of D over h - p = r, i - q = s
+
+A program holds a tile of D for its share of the patches, brings every diagonal to one row by shuffles, adds along q and
+stores what is left, BP numbers per tap and tile; a second kernel adds those up in a fixed order. For windows wider than
+a tile there is another form: with images innermost, (C, W, H * N), shifts by r and by s are both whole rows, and grad_w
+is the sum over q of [r, (h, n)] @ [(h, n), s], without a band but in small tiles.
 
 Expected, by arithmetic and not measured: 40 to 60 % of the products made are useful for 31x31 on 56x56 pixels, and a
 tile of 128 x 128 results needs 32 KB of operands per 64 terms of its sums. So the L2 cache sets the pace, at a quarter
 to a half of the tensor cores' peak: 0.06 to 0.13 ms for 24.7 GFLOP (32 images, 128 channels) on an H100, where 0.41 ms
-is the least without tensor cores. The weight gradient's tiles are small, 8 KB per 32 x 32 x 64 products, and it is
-expected at 0.15 to 0.25 ms.
+is the least without tensor cores. The weight gradient is expected at a third more; its other form, which needs 8 KB per
+32 x 32 x 64 products, at twice that.
 """
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass
+import math
 from typing import Any
 
 import torch
@@ -44,338 +48,16 @@ from torch import Tensor
 
 from convselect.kernels import _triton
 from convselect.kernels._contract import Grade, Params
+from convselect.kernels._large_depthwise_plan import NAME, RESULT, Step, planned, ranked
 from convselect.kernels._triton import SPLIT_ELEMENTS, Launch, TritonAlgorithm
-from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction
+from convselect.problem import CHANNELS_LAST, ConvProblem, Direction
 
 SMALLEST, LARGEST = 7, 64
 """Of the filter's longer side. Smaller ones are bound by memory without tensor cores; larger ones are for the FFT."""
-_MODULE = "convselect.kernels._large_depthwise_kernels"
-_NAME = "large_depthwise_triton"
-
-# Of an H100, for comparing configurations: per SM and cycle, multiply-adds in 16 bit and bytes out of the L2 cache.
-_SMS, _MACS, _L2_BYTES, _STEP_CYCLES = 132, 4096, 40, 60
-
-Strides = tuple[int, int, int, int]
-
-
-def _up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
-
-
-def _power(value: int) -> int:
-    return 1 << max(0, value - 1).bit_length()
-
-
-def _strides(N: int, C: int, H: int, W: int, layout: str) -> Strides:
-    """Of (n, c, h, w) in a fresh tensor."""
-    return (C * H * W, 1, W * C, C) if layout == CHANNELS_LAST else (C * H * W, H * W, W, 1)
-
-
-def _swapped(strides: Strides) -> Strides:
-    return (strides[0], strides[1], strides[3], strides[2])
-
-
-@dataclass(frozen=True)
-class _Band:
-    """A stride-1 correlation as the kernel computes it: (N, C, H, W) with R x S taps to (N, C, P, Q)."""
-
-    N: int
-    C: int
-    H: int
-    W: int
-    P: int
-    Q: int
-    R: int
-    S: int
-    pad_top: int
-    pad_left: int
-    flip: bool
-    transposed: bool
-    """Heights and widths, here and in all the above, are exchanged."""
-
-    @staticmethod
-    def of(problem: ConvProblem) -> _Band:
-        p = problem
-        if p.direction == Direction.FORWARD:
-            band = _Band(p.N, p.C, p.H, p.W, p.P, p.Q, p.R, p.S, p.pad_top, p.pad_left, False, False)
-        else:
-            top, left = p.R - 1 - p.pad_top, p.S - 1 - p.pad_left
-            band = _Band(p.N, p.C, p.P, p.Q, p.H, p.W, p.R, p.S, top, left, True, False)
-        return band._turned() if p.R >= 2 * p.S else band
-
-    def _turned(self) -> _Band:
-        return _Band(
-            self.N, self.C, self.W, self.H, self.Q, self.P, self.S, self.R, self.pad_left, self.pad_top, self.flip, True
-        )
-
-    def width(self, element_bytes: int) -> int:
-        """Elements from row to row of the image that the kernel reads."""
-        return _up(self.W, 16 // element_bytes)
-
-    def packed(self, problem: ConvProblem) -> bool:
-        """Whether the kernel reads a copy of the image."""
-        return self.transposed or problem.layout == CHANNELS_LAST or self.width(problem.element_bytes) != self.W
-
-    def unpacked(self, problem: ConvProblem) -> bool:
-        """Whether the kernel writes something that has yet to be brought into the result's layout."""
-        return self.transposed or problem.layout == CHANNELS_LAST
-
-
-@dataclass(frozen=True)
-class _Table:
-    """The shifted copies of a channel's filter for one tile shape, and the window of columns they are for."""
-
-    columns: int
-    copies: int
-    rows: int
-    length: int
-    zeros: int
-
-    @staticmethod
-    def of(band: _Band, BP: int, BQ: int, BK: int, element_bytes: int) -> _Table:
-        copies = 16 // element_bytes
-        columns, offsets = 0, []
-        for q0 in range(0, band.Q, BQ):
-            c0 = max(0, q0 - band.pad_left) // copies * copies
-            columns = max(columns, min(band.W, q0 - band.pad_left + BQ + band.S - 1) - c0)
-            offsets.append(c0 - q0 + band.pad_left)
-        columns = _up(max(columns, 1), 32 // element_bytes)
-        zeros = _up(max(0, BQ - 1 - min(offsets)), copies)
-        length = (zeros + max(offsets)) // copies * copies + columns
-        # The last step of the loop may run past the window.
-        last_row = (_up((BP + band.R - 1) * columns, BK) - 1) // columns
-        return _Table(columns, copies, last_row + BP, length, zeros)
-
-    @property
-    def elements(self) -> int:
-        return self.copies * self.rows * self.length
-
-
-@dataclass(frozen=True)
-class _Correlation:
-    """How the weight gradient's sum is cut: `parts_q` ranges of columns q times `parts_k` ranges of (h, n)."""
-
-    x_length: int
-    y_length: int
-    parts_q: int
-    parts_k: int
-    per_q: int
-    per_k: int
-    RB: int
-    SB: int
-
-    @staticmethod
-    def of(problem: ConvProblem, BK: int, programs: int) -> _Correlation:
-        p, vector = problem, 16 // problem.element_bytes
-        steps = -(-p.H * p.N // BK)
-        wanted = max(1, -(-programs // p.C))
-        per_q = -(-p.Q // min(p.Q, wanted))
-        parts_q = -(-p.Q // per_q)
-        per_k = -(-steps // min(steps, max(1, wanted // parts_q)))
-        parts_k = -(-steps // per_k)
-        x_length, y_length = _up(p.H * p.N, vector), _up(p.P * p.N, vector)
-        RB, SB = max(16, _power(p.R)), max(16, _power(p.S))
-        return _Correlation(x_length, y_length, parts_q, parts_k, per_q, per_k, RB, SB)
-
-
-@dataclass(frozen=True)
-class _Step:
-    """A launch, and the shape and type of what it writes; None where that is the result."""
-
-    launch: Launch
-    writes: tuple[int, ...] | None
-    dtype: torch.dtype
-
-
-def _wide(*elements: int) -> bool:
-    return max(elements) >= SPLIT_ELEMENTS
-
-
-def _relayout(
-    problem: ConvProblem, sizes: tuple[int, int, int, int], source: Strides, target: Strides, width: int | None = None
-) -> Launch:
-    """Copies (n, c, h, w) from strides to strides; zeros fill the target's innermost axis up to `width`."""
-    v = max(axis for axis in range(4) if target[axis] == 1)
-    others = sorted((axis for axis in range(4) if axis != v), key=lambda axis: source[axis])
-    u, a, b = others
-    V = sizes[v] if width is None else width
-    BV = min(64, _power(V))
-    BU = min(_power(sizes[u]), 2048 // BV)
-    tiles = -(-sizes[u] // BU) * -(-V // BV)
-    constants = dict(
-        U=sizes[u], V=sizes[v], V_TARGET=V, A=sizes[a], BU=BU, BV=BV,
-        FROM_U=source[u], FROM_V=source[v], FROM_A=source[a], FROM_B=source[b],
-        TO_U=target[u], TO_V=target[v], TO_A=target[a], TO_B=target[b],
-        WIDE=_wide(sum((n - 1) * s for n, s in zip(sizes, source, strict=True)) + 1,
-                   sum((n - 1) * s for n, s in zip(sizes, target, strict=True)) + V),
-    )  # fmt: skip
-    grid = (tiles * sizes[a] * sizes[b], 1, 1)
-    return Launch(_MODULE, "relayout", grid, (problem.dtype, problem.dtype), tuple(constants.items()), 4, 1)
-
-
-def _banded_steps(problem: ConvProblem, config: dict[str, Any]) -> tuple[_Step, ...]:
-    band, e, dtype = _Band.of(problem), problem.element_bytes, problem.torch_dtype
-    N, C, H, W, P, Q = band.N, band.C, band.H, band.W, band.P, band.Q
-    BM, BP, BQ, BK = config["BM"], config["BP"], config["BQ"], config["K_BYTES"] // e
-    width, table = band.width(e), _Table.of(band, BP, BQ, BK, e)
-    steps = []
-
-    def outer(height: int, width: int) -> Strides:
-        """Of the caller's tensor, whose axes are (n, c, h, w) of the band."""
-        if band.transposed:
-            return _swapped(_strides(N, C, width, height, problem.layout))
-        return _strides(N, C, height, width, problem.layout)
-
-    if band.packed(problem):
-        target = _strides(N, C, H, width, CONTIGUOUS)
-        launch = _relayout(problem, (N, C, H, W), outer(H, W), target, width)
-        steps.append(_Step(launch, (N, C, H, width), dtype))
-
-    block = 1024
-    taps = (1, band.R) if band.transposed else (band.S, 1)
-    constants: dict[str, Any] = dict(
-        R=band.R, S=band.S, COPIES=table.copies, ROWS=table.rows, LENGTH=table.length, FIRST_ROW=BP - 1,
-        ZEROS=table.zeros, FLIP=band.flip, STEP_R=taps[0], STEP_S=taps[1], BLOCK=block,
-        WIDE=_wide(C * table.elements),
-    )  # fmt: skip
-    grid = (C * -(-table.elements // block), 1, 1)
-    launch = Launch(_MODULE, "shifted_filters", grid, (problem.dtype,) * 2, tuple(constants.items()), 4, 1)
-    steps.append(_Step(launch, (C, table.elements), dtype))
-
-    constants = dict(
-        N=N, C=C, H=H, WIDTH=width, P=P, Q=Q, R=band.R, PAD_TOP=band.pad_top, PAD_LEFT=band.pad_left,
-        COLUMNS=table.columns, COPIES=table.copies, ROWS=table.rows, LENGTH=table.length, ZEROS=table.zeros,
-        BM=BM, BP=BP, BQ=BQ, BK=BK, PRECISION=_triton.dot_precision(problem),
-        WIDE=_wide(N * C * H * width, N * C * P * Q, C * table.elements),
-    )  # fmt: skip
-    grid = (C * -(-N * -(-P // BP) // BM) * -(-Q // BQ), 1, 1)
-    kinds = (problem.dtype,) * 3
-    launch = Launch(_MODULE, "banded", grid, kinds, tuple(constants.items()), config["num_warps"], config["num_stages"])
-    steps.append(_Step(launch, (N, C, P, Q) if band.unpacked(problem) else None, dtype))
-
-    if band.unpacked(problem):
-        launch = _relayout(problem, (N, C, P, Q), _strides(N, C, P, Q, CONTIGUOUS), outer(P, Q))
-        steps.append(_Step(launch, None, dtype))
-    return tuple(steps)
-
-
-def _correlation_steps(problem: ConvProblem, config: dict[str, Any]) -> tuple[_Step, ...]:
-    p, dtype = problem, problem.torch_dtype
-    BK = config["K_BYTES"] // p.element_bytes
-    cut = _Correlation.of(p, BK, config["PROGRAMS"])
-    parts = cut.parts_q * cut.parts_k
-    steps = []
-    for H, W, length in ((p.H, p.W, cut.x_length), (p.P, p.Q, cut.y_length)):
-        target = (1, W * length, p.N, length)
-        launch = _relayout(p, (p.N, p.C, H, W), _strides(p.N, p.C, H, W, p.layout), target)
-        steps.append(_Step(launch, (p.C, W, length), dtype))
-
-    constants: dict[str, Any] = dict(
-        N=p.N, H=p.H, W=p.W, P=p.P, Q=p.Q, R=p.R, S=p.S, PAD_TOP=p.pad_top, PAD_LEFT=p.pad_left,
-        X_LENGTH=cut.x_length, Y_LENGTH=cut.y_length, PARTS_Q=cut.parts_q, PARTS_K=cut.parts_k,
-        PER_Q=cut.per_q, PER_K=cut.per_k, RB=cut.RB, SB=cut.SB, BK=BK, PRECISION=_triton.dot_precision(p),
-        WIDE=_wide(p.C * p.W * cut.x_length, p.C * p.Q * cut.y_length, p.C * parts * cut.RB * cut.SB),
-    )  # fmt: skip
-    launch = Launch(
-        _MODULE, "correlate", (p.C * parts, 1, 1), (p.dtype, p.dtype, "float32"), tuple(constants.items()),
-        config["num_warps"], config["num_stages"],
-    )  # fmt: skip
-    steps.append(_Step(launch, (p.C, parts, cut.RB, cut.SB), torch.float32))
-
-    block = min(512, _power(p.R * p.S))
-    constants = dict(
-        R=p.R, S=p.S, PARTS=parts, RB=cut.RB, SB=cut.SB, BLOCK=block, WIDE=_wide(p.C * parts * cut.RB * cut.SB)
-    )
-    grid = (p.C * -(-p.R * p.S // block), 1, 1)
-    launch = Launch(_MODULE, "add_parts", grid, ("float32", p.dtype), tuple(constants.items()), 4, 1)
-    steps.append(_Step(launch, None, dtype))
-    return tuple(steps)
-
-
-@functools.lru_cache(maxsize=4096)
-def _steps(problem: ConvProblem, config: tuple[tuple[str, Any], ...]) -> tuple[_Step, ...]:
-    make = _correlation_steps if problem.direction == Direction.BACKWARD_WEIGHT else _banded_steps
-    return make(problem, dict(config))
-
-
-@functools.lru_cache(maxsize=4096)
-def _ranked(problem: ConvProblem, arch: int) -> tuple[tuple[tuple[str, Any], ...], ...]:
-    """The configurations of an architecture that fit, the one with the least estimated time first."""
-    weight = problem.direction == Direction.BACKWARD_WEIGHT
-    cost = _correlation_cycles if weight else _banded_cycles
-    fitting = [
-        config
-        for config in _triton.configurations(_NAME, "correlate" if weight else "banded")
-        if _shared_bytes(problem, config) <= _triton.shared_memory_bytes() and _registers_do(problem, config, arch)
-    ]
-    fitting.sort(key=lambda config: cost(problem, config))
-    return tuple(tuple(config.items()) for config in fitting)
-
-
-def _shared_bytes(problem: ConvProblem, config: dict[str, Any]) -> int:
-    """What the pipeline's buffers take, with a kilobyte to spare for its barriers."""
-    buffers = int(config["num_stages"])
-    if problem.dtype == "float32" and not problem.tf32:
-        buffers += 1  # the rests of operands that were split in two
-    if problem.direction == Direction.BACKWARD_WEIGHT:
-        rows = max(16, _power(problem.R)) + max(16, _power(problem.S))
-    else:
-        rows = config["BM"] + config["BP"] * config["BQ"]
-    return rows * int(config["K_BYTES"]) * buffers + 1024
-
-
-def _registers_do(problem: ConvProblem, config: dict[str, Any], arch: int) -> bool:
-    """Whether the tile leaves room for operands in two parts each, of which three TF32 products are made: one operand's
-    with wgmma, both with mma."""
-    if problem.dtype != "float32" or problem.tf32 or problem.direction == Direction.BACKWARD_WEIGHT:
-        return True
-    most = 64 if arch == 90 and config["BM"] >= 64 else 32
-    return bool(config["BM"] * config["BP"] * config["BQ"] <= most * 32 * config["num_warps"])
-
-
-def _step_cycles(problem: ConvProblem, rows: int, columns: int, k_bytes: int) -> float:
-    """Of one step of a product on one SM: whichever is slower, tensor cores or the L2 cache."""
-    rate: float = _MACS if rows >= 64 else _MACS / 2
-    if problem.dtype == "float32":
-        rate = rate / 2 if problem.tf32 else rate / 6
-    macs = rows * columns * k_bytes / problem.element_bytes
-    cycles: float = max(macs / rate, (rows + columns) * k_bytes / _L2_BYTES)
-    return cycles + _STEP_CYCLES
-
-
-def _banded_cycles(problem: ConvProblem, config: dict[str, Any]) -> float:
-    """An estimate of the time: waves of programs, each of so many steps; for comparing configurations only."""
-    band, e = _Band.of(problem), problem.element_bytes
-    BM, BP, BQ, BK = config["BM"], config["BP"], config["BQ"], config["K_BYTES"] // e
-    table = _Table.of(band, BP, BQ, BK, e)
-    groups, window = -(-band.P // BP), BP + band.R - 1
-    tiles_m, tiles_q = -(-band.N * groups // BM), -(-band.Q // BQ)
-    # Of thousands of tiles a sample says enough.
-    sample = range(0, tiles_m, max(1, tiles_m // 64))
-    steps = 0
-    for tile in sample:
-        lowest = min((tile * BM + BM - 1) // band.N, groups - 1) * BP - band.pad_top
-        highest = tile * BM // band.N * BP - band.pad_top
-        rows = min(window, band.H - highest) - min(window, max(0, -lowest))
-        steps += -(-max(0, rows) * table.columns // BK)
-    programs: int = band.C * tiles_m * tiles_q
-    per_program: float = steps / len(sample) * _step_cycles(problem, BM, BP * BQ, config["K_BYTES"])
-    # The copies of the filter are written once and first read from there.
-    copies: float = 2 * band.C * table.elements * e / (_SMS * _L2_BYTES)
-    return -(-programs // _SMS) * per_program + copies
-
-
-def _correlation_cycles(problem: ConvProblem, config: dict[str, Any]) -> float:
-    p = problem
-    cut = _Correlation.of(p, config["K_BYTES"] // p.element_bytes, config["PROGRAMS"])
-    per_program = cut.per_q * cut.per_k * _step_cycles(p, cut.RB, cut.SB, config["K_BYTES"])
-    programs = p.C * cut.parts_q * cut.parts_k
-    partial: float = 8 * programs * cut.RB * cut.SB / (_SMS * _L2_BYTES)
-    return -(-programs // _SMS) * per_program + partial
 
 
 class LargeDepthwiseTriton(TritonAlgorithm):
-    name = _NAME
+    name = NAME
     spreads_nonfinite = True  # through the zeros of T
 
     def why_not_shape(self, problem: ConvProblem) -> str | None:
@@ -392,7 +74,7 @@ class LargeDepthwiseTriton(TritonAlgorithm):
             return "the tensor cores' products are summed in float32"
         if p.N * max(p.H, p.P) * (max(p.W, p.Q) + 64) >= SPLIT_ELEMENTS:
             return "one channel of all images has 2**31 pixels or more"
-        if not _ranked(p, _triton.architecture()):
+        if not ranked(p, _triton.architecture()):
             return "no configuration fits this GPU's shared memory"
         return None
 
@@ -400,11 +82,11 @@ class LargeDepthwiseTriton(TritonAlgorithm):
         return Grade.DIRECT
 
     def configs(self, problem: ConvProblem) -> list[dict[str, Any]]:
-        return [dict(config) for config in _ranked(problem, _triton.architecture())]
+        return [dict(config) for config in ranked(problem, _triton.architecture())]
 
-    def _steps(self, problem: ConvProblem, params: Params) -> tuple[_Step, ...]:
-        config = tuple(params.items()) if params else _ranked(problem, _triton.architecture())[0]
-        return _steps(problem, config)
+    def _steps(self, problem: ConvProblem, params: Params) -> tuple[Step, ...]:
+        config = tuple(params.items()) if params else ranked(problem, _triton.architecture())[0]
+        return planned(problem, config)
 
     def launches(self, problem: ConvProblem, params: Params = None) -> tuple[Launch, ...]:
         return tuple(step.launch for step in self._steps(problem, params))
@@ -419,18 +101,11 @@ class LargeDepthwiseTriton(TritonAlgorithm):
         else:
             operands = p.x_bytes + p.y_bytes
         block = 512  # the allocator's
-        return (
-            operands
-            + 3 * block
-            + max(
-                sum(
-                    block + functools.reduce(int.__mul__, step.writes) * step.dtype.itemsize
-                    for step in self._steps(p, config)
-                    if step.writes
-                )
-                for config in self.configs(p)
-            )
+        made = max(
+            sum(block + math.prod(step.shape) * step.dtype.itemsize for step in self._steps(p, config) if step.shape)
+            for config in self.configs(p)
         )
+        return operands + 3 * block + made
 
     def _operand(self, t: Tensor, problem: ConvProblem) -> Tensor:
         last = problem.layout == CHANNELS_LAST
@@ -445,46 +120,26 @@ class LargeDepthwiseTriton(TritonAlgorithm):
             memory_format=torch.channels_last if last else torch.contiguous_format,
         )
 
-    def _banded(self, image: Tensor, weight: Tensor, problem: ConvProblem, params: Params) -> Tensor:
-        image = self._operand(image, problem)
-        weight = _triton.aligned(weight.contiguous())
-        result = self._result(image, problem)
-        made: dict[str, Tensor] = {}
+    def _run(self, problem: ConvProblem, params: Params, **tensors: Tensor) -> Tensor:
+        like = next(iter(tensors.values()))
         for step in self._steps(problem, params):
-            out = result if step.writes is None else image.new_empty(step.writes)
-            if step.launch.kernel == "shifted_filters":
-                made["table"] = out
-                _triton.run(step.launch, weight, out)
-            elif step.launch.kernel == "banded":
-                _triton.run(step.launch, image, made["table"], out)
-                image = out
+            if step.writes == RESULT:
+                out = self._result(like, problem)
             else:
-                _triton.run(step.launch, image, out)
-                image = out
-        return result
+                out = torch.empty(step.shape, dtype=step.dtype, device=like.device)
+            _triton.run(step.launch, *(tensors[name] for name in step.reads), out)
+            tensors[step.writes] = out
+        return tensors[RESULT]
 
     def forward(self, x: Tensor, weight: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
-        return self._banded(x, weight, problem, params)
+        weight = _triton.aligned(weight.contiguous())
+        return self._run(problem, params, x=self._operand(x, problem), weight=weight)
 
     def backward_data(self, grad_y: Tensor, weight: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
-        return self._banded(grad_y, weight, problem, params)
+        return self.forward(grad_y, weight, problem, params)
 
     def backward_weight(self, x: Tensor, grad_y: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
-        turn_x, turn_y, correlate, add = self._steps(problem, params)
-
-        def turned(step: _Step, t: Tensor) -> Tensor:
-            assert step.writes is not None
-            out = t.new_empty(step.writes)
-            _triton.run(step.launch, self._operand(t, problem), out)
-            return out
-
-        x_rows, y_rows = turned(turn_x, x), turned(turn_y, grad_y)
-        assert correlate.writes is not None
-        partial = torch.empty(correlate.writes, dtype=torch.float32, device=x.device)
-        _triton.run(correlate.launch, x_rows, y_rows, partial)
-        result = self._result(x, problem)
-        _triton.run(add.launch, partial, result)
-        return result
+        return self._run(problem, params, x=self._operand(x, problem), y=self._operand(grad_y, problem))
 
 
 ALGORITHMS = (LargeDepthwiseTriton(),)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import pytest
 from checking import check
 from problems import LAYOUTS
 
-from convselect.kernels import _triton
-from convselect.kernels import large_depthwise_triton as module
+from convselect.kernels import _large_depthwise_plan, _triton
 from convselect.kernels.large_depthwise_triton import LargeDepthwiseTriton
 from convselect.problem import Direction, conv_problem
 
@@ -79,7 +79,7 @@ def configurations():
     seen = []
     for arch in (80, 90):
         with _triton.assumed_arch(arch):
-            for kernel in ("banded", "correlate"):
+            for kernel in ("banded", "banded_gradient", "correlate"):
                 seen += [(kernel, c) for c in _triton.configurations(ALGORITHM.name, kernel) if (kernel, c) not in seen]
     return seen
 
@@ -93,6 +93,10 @@ def test_every_configuration(kernel, config):
         columns = config["BQ"] + 3
         back = depthwise(2, 2, 6, columns, 7, 9, (3, 4), "float32").with_direction(Direction.BACKWARD_DATA)
         check(ALGORITHM, back, params=config)
+    elif kernel == "banded_gradient":
+        weight = depthwise(3, 2, 21, 19, 9, 11, (4, 5)).with_direction(Direction.BACKWARD_WEIGHT)
+        check(ALGORITHM, weight, params=config)
+        check(ALGORITHM, weight._replace(N=1, H=7, dtype="float32"), params=config)
     else:
         # Several parts: of the columns alone, and of both ranges of the sum.
         weight = depthwise(3, 2, 21, 9, 9, 11, (4, 5)).with_direction(Direction.BACKWARD_WEIGHT)
@@ -101,11 +105,11 @@ def test_every_configuration(kernel, config):
 
 
 def test_offsets_of_64_bits(monkeypatch):
-    module._steps.cache_clear()
-    monkeypatch.setattr(module, "_wide", lambda *elements: True)
+    _large_depthwise_plan.planned.cache_clear()
+    monkeypatch.setattr(_large_depthwise_plan, "_wide", lambda *elements: True)
     for direction in DIRECTIONS:
         check(ALGORITHM, depthwise(2, 2, 3, 4, 7, 7, 3).with_direction(direction), "channels_last")
-    module._steps.cache_clear()
+    _large_depthwise_plan.planned.cache_clear()
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -113,15 +117,8 @@ def test_workspace_is_a_bound(direction):
     problem = depthwise(2, 3, 13, 14, 27, 9, (13, 4), device="cuda").with_direction(direction)
     for config in ALGORITHM.configs(problem):
         steps = ALGORITHM._steps(problem, config)
-        elements = [step.dtype.itemsize * _product(step.writes) for step in steps if step.writes]
+        elements = [step.dtype.itemsize * math.prod(step.shape) for step in steps if step.shape]
         assert sum(elements) < ALGORITHM.workspace_bytes(problem)
-
-
-def _product(sizes):
-    total = 1
-    for size in sizes:
-        total *= size
-    return total
 
 
 @pytest.mark.parametrize(
@@ -147,3 +144,11 @@ def test_the_window_stays_in_the_image():
     launch = ALGORITHM.launches(problem)[-1]
     assert launch.kernel == "banded"
     assert dict(launch.constants)["COLUMNS"] == 16
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("case", CASES)
+def test_banded_weight_gradient(case, layout):
+    problem = CASES[case].with_direction(Direction.BACKWARD_WEIGHT)
+    config = {"BM": 128, "BP": 4, "BQ": 16, "K_BYTES": 128, "num_warps": 8, "num_stages": 3}
+    check(ALGORITHM, problem, layout, params=config)
