@@ -388,6 +388,7 @@ def _remembered(launches: Any) -> Any:
             return tuple(launches(self, problem, params))
         return made(self, problem, architecture(), items)
 
+    remembered.forget = made.cache_clear  # type: ignore[attr-defined]
     return remembered
 
 
