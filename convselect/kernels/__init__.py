@@ -8,6 +8,7 @@ if __name__ != "convselect.kernels":  # the link at the top of the repository is
 from convselect.kernels import (
     depthwise,
     direct,
+    direct_triton,
     fft,
     grouped,
     im2col_gemm,
@@ -29,6 +30,7 @@ ALL: tuple[Algorithm, ...] = (
     *depthwise.ALGORITHMS,
     *grouped.ALGORITHMS,
     *direct.ALGORITHMS,
+    *direct_triton.ALGORITHMS,
     *reference.ALGORITHMS,
 )
 BY_NAME: dict[str, Algorithm] = {algorithm.name: algorithm for algorithm in ALL}
