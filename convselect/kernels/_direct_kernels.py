@@ -152,6 +152,77 @@ def gather(
 
 
 @triton.jit
+def gather_descriptor(
+    source, weight, out,
+    N: tl.constexpr, SOURCE_H: tl.constexpr, SOURCE_W: tl.constexpr, CHANNELS: tl.constexpr,
+    OUT_H: tl.constexpr, OUT_W: tl.constexpr, OUT_CHANNELS: tl.constexpr,
+    OUT_STRIDE_N: tl.constexpr, OUT_STRIDE_C: tl.constexpr, OUT_STRIDE_H: tl.constexpr, OUT_STRIDE_W: tl.constexpr,
+    R: tl.constexpr, S: tl.constexpr, BEGIN_H: tl.constexpr, BEGIN_W: tl.constexpr,
+    MOVE_H: tl.constexpr, MOVE_W: tl.constexpr, SPLITS: tl.constexpr, OUT_SIZE: tl.constexpr,
+    WIDE: tl.constexpr, DOUBLE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_I: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_W: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr
+):  # fmt: skip
+    """As `gather`, for unit strides: output row h and tap i meet source row h + BEGIN_H + i * MOVE_H.
+
+    A block of pixels is a box of images, rows and columns, which one instruction fetches for a tap; what lies outside
+    the tensor arrives as zero. So nothing is computed per pixel, and padding costs nothing.
+    """
+    boxes_h: tl.constexpr = (OUT_H + BLOCK_H - 1) // BLOCK_H
+    boxes_w: tl.constexpr = (OUT_W + BLOCK_W - 1) // BLOCK_W
+    blocks: tl.constexpr = (N + BLOCK_I - 1) // BLOCK_I * boxes_h * boxes_w
+    tiles: tl.constexpr = (OUT_CHANNELS + BLOCK_N - 1) // BLOCK_N
+    steps: tl.constexpr = (CHANNELS + BLOCK_K - 1) // BLOCK_K
+    turns: tl.constexpr = R * S * steps
+    share: tl.constexpr = (turns + SPLITS - 1) // SPLITS
+    pixels: tl.constexpr = BLOCK_I * BLOCK_H * BLOCK_W
+
+    images = tl.make_tensor_descriptor(
+        source, shape=[N, SOURCE_H, SOURCE_W, CHANNELS],
+        strides=[SOURCE_H * SOURCE_W * CHANNELS, SOURCE_W * CHANNELS, CHANNELS, 1],
+        block_shape=[BLOCK_I, BLOCK_H, BLOCK_W, BLOCK_K],
+    )  # fmt: skip
+    weights = tl.make_tensor_descriptor(
+        weight, shape=[OUT_CHANNELS, R * S, CHANNELS], strides=[R * S * CHANNELS, CHANNELS, 1],
+        block_shape=[BLOCK_N, 1, BLOCK_K],
+    )  # fmt: skip
+
+    block, tile, _ = _tile(tl.program_id(0), blocks, tiles, 1, GROUP)
+    split = tl.program_id(1)
+    image = block // (boxes_h * boxes_w) * BLOCK_I
+    row = block // boxes_w % boxes_h * BLOCK_H
+    column = block % boxes_w * BLOCK_W
+
+    total = tl.zeros((pixels, BLOCK_N), dtype=tl.float32)
+    begin = split * share
+    for turn in range(begin, tl.minimum(begin + share, turns)):
+        tap = turn // steps
+        inner = turn % steps * BLOCK_K
+        h = row + BEGIN_H + tap // S * MOVE_H
+        w = column + BEGIN_W + tap % S * MOVE_W
+        a = images.load([image, h, w, inner]).reshape(pixels, BLOCK_K)
+        b = weights.load([tile * BLOCK_N, tap, inner]).reshape(BLOCK_N, BLOCK_K)
+        total = tl.dot(a, tl.trans(b), total, input_precision=PRECISION)
+
+    place = tl.arange(0, pixels)
+    n = image + place // (BLOCK_H * BLOCK_W)
+    out_h = row + place // BLOCK_W % BLOCK_H
+    out_w = column + place % BLOCK_W
+    channel = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    exists = (n < N) & (out_h < OUT_H) & (out_w < OUT_W)
+    channel_exists = channel < OUT_CHANNELS
+    if WIDE:
+        n, out_h, out_w = n.to(tl.int64), out_h.to(tl.int64), out_w.to(tl.int64)
+        channel = channel.to(tl.int64)
+        split = split.to(tl.int64)
+    out_pixel = n * OUT_STRIDE_N + out_h * OUT_STRIDE_H + out_w * OUT_STRIDE_W
+    tl.store(
+        out + split * OUT_SIZE + (out_pixel[:, None] + (channel * OUT_STRIDE_C)[None, :]),
+        total.to(out.dtype.element_ty), mask=exists[:, None] & channel_exists[None, :],
+    )  # fmt: skip
+
+
+@triton.jit
 def weight_gradient(
     x, grad_y, out,
     PIXELS: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, H: tl.constexpr, W: tl.constexpr,

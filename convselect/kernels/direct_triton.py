@@ -14,6 +14,10 @@ Where pixels and channels make too few programs for the GPU (small images, batch
 well: sums of float32 go to a buffer, and a second kernel adds them up in a fixed order. A weight gradient, whose inner
 dimension is all pixels, nearly always does so. Nothing is atomic: results are the same in every run.
 
+On GPUs from compute capability 9.0 on, and for unit strides, a second kernel has blocks of pixels that are boxes of
+images, rows and columns. The tensor memory accelerator fetches such a box for each tap, with zeros where it leaves the
+image. The first kernel computes addresses and bounds of every load, for pixels in a row whatever the image's width.
+
 Activations are read in NHWC, with channels that fill 8 bytes: others are copied so. (Pixels of NCHW lie together as
 well, but every tap shifts them, so that 16-bit values could only be loaded one by one.) Weights are read as (output,
 tap, input), which a channels_last weight is in memory. Results are written in either layout.
@@ -49,8 +53,10 @@ MOST_SPLITS = 32
 """Of the inner dimension, in forward and backward data."""
 _WASTE = 4
 """A configuration that is expected to take so many times as long as the best is not offered."""
-_PROGRAM_NS, _LAUNCH_NS = 500, 3000
-"""Assumed for filling and draining a program's pipeline, and for one more kernel."""
+_PROGRAM_NS, _DESCRIPTOR_NS, _LAUNCH_NS = 500, 1000, 3000
+"""Assumed for filling and draining a program's pipeline, for its tensor descriptors, and for one more kernel."""
+_DESCRIPTOR_GAIN = 1.25
+"""How much faster tensor cores are assumed to be fed where no addresses are computed."""
 
 
 def _ceil(a: int, b: int) -> int:
@@ -59,8 +65,13 @@ def _ceil(a: int, b: int) -> int:
 
 def shipped(p: ConvProblem) -> list[dict[str, Any]]:
     """All configurations for this direction and element type."""
-    kernel = "weight_gradient" if p.direction == Direction.BACKWARD_WEIGHT else "gather"
-    return _triton.configurations("direct_triton", kernel + ("" if p.element_bytes == 2 else f"_{p.dtype}"))
+    kind = "" if p.element_bytes == 2 else f"_{p.dtype}"
+    if p.direction == Direction.BACKWARD_WEIGHT:
+        return _triton.configurations("direct_triton", f"weight_gradient{kind}")
+    found = _triton.configurations("direct_triton", f"gather{kind}")
+    if _triton.architecture() >= 90 and p.dtype != "float64":
+        found = found + _triton.configurations("direct_triton", f"gather_descriptor{kind}")
+    return found
 
 
 def _is_nhwc(layout: str, channels: int, pixels: int) -> bool:
@@ -85,12 +96,12 @@ def _multiprocessors() -> int:
     return 108 if _triton.architecture() < 90 else 132
 
 
-def _turn_ns(p: ConvProblem, m: int, n: int, k: int) -> float:
+def _turn_ns(p: ConvProblem, m: int, n: int, k: int, gain: float = 1) -> float:
     """What one multiprocessor is assumed to take for one step of an (m x k) times (k x n) product: half of its tensor
     cores' peak, or its share of 5.5 TB/s from L2."""
     peak = 1500.0 if _triton.architecture() < 90 else 3000.0
     flops_per_ns = peak / (1 if p.element_bytes == 2 else 12 if p.dtype == "float64" else 2 if p.tf32 else 6)
-    return max(2 * m * n * k / flops_per_ns, (m + n) * k * p.element_bytes / 42)
+    return max(2 * m * n * k / (gain * flops_per_ns), (m + n) * k * p.element_bytes / 42)
 
 
 class DirectTriton(TritonAlgorithm):
@@ -120,8 +131,8 @@ class DirectTriton(TritonAlgorithm):
         gathers = [_Gather(p, config) for config in shipped(p)]
         source_pixels = p.N * (p.H * p.W if p.direction == Direction.FORWARD else p.P * p.Q)
         first = gathers[0]
-        weight = max(one.weight_copied_bytes for one in gathers)
-        partial = max(one.partial_bytes for one in gathers if one.applies)
+        weight = max(one.weight_copied_bytes for one in gathers if one.applies)
+        partial = max(one.partial_bytes + one.scratch_bytes for one in gathers if one.applies)
         return _copied(p, first.source_channels, source_pixels) + weight + partial
 
     def configs(self, problem: ConvProblem) -> list[dict[str, Any]]:
@@ -152,10 +163,11 @@ class DirectTriton(TritonAlgorithm):
         constants = dict(launches[0].constants)
         channels = constants["CHANNELS"]
         assert isinstance(channels, int)
-        turned = p.direction == Direction.BACKWARD_DATA and constants["WEIGHT_SOURCE"] == 1
-        weight = weight.transpose(0, 1) if turned else weight
-        weight_channels = channels if constants["WEIGHT_SOURCE"] == 1 else p.C
-        return _run(launches, p, _nhwc(source, channels), _nhwc(weight, weight_channels))
+        if constants.get("WEIGHT_SOURCE", 1) != 1:
+            weight = _nhwc(weight, p.C)
+        else:
+            weight = _nhwc(weight.transpose(0, 1) if p.direction == Direction.BACKWARD_DATA else weight, channels)
+        return _run(launches, p, _nhwc(source, channels), weight)
 
     def backward_weight(self, x: Tensor, grad_y: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
         launches = self.launches(problem, params)
@@ -230,14 +242,22 @@ class _Gather:
         self.phases = 1 if self.forward else p.stride_h * p.stride_w
         self.size = p.N * self.out_channels * self.out_h * self.out_w
         self.tiles = _ceil(self.out_channels, self.n)
-        self.programs = self.tiles * self.phases * _ceil(self.units, self.m)
-        # On average; phases differ.
-        self.turns = _ceil(self.channels * p.R * p.S, self.k * self.phases)
+        self.descriptor = config["loads"] == "descriptor"
+        if self.descriptor:
+            self.box = _box(self.m, (p.N, self.out_h, self.out_w))
+            blocks = _boxes(self.box, (p.N, self.out_h, self.out_w))
+            self.turns = _ceil(self.channels, self.k) * p.R * p.S
+        else:
+            blocks = _ceil(self.units, self.m)
+            # On average; phases differ.
+            self.turns = _ceil(self.channels * p.R * p.S, self.k * self.phases)
+        self.programs = self.tiles * self.phases * blocks
         self.splits = min(self._possible_splits(), key=self._expected_ns)
 
     @property
     def applies(self) -> bool:
-        return True
+        p = self.p
+        return not self.descriptor or (p.stride == (1, 1) and self.channels * p.element_bytes % 16 == 0)
 
     @property
     def in_place(self) -> bool:
@@ -245,7 +265,7 @@ class _Gather:
         take either in 16 bit, but not TF32."""
         p = self.p
         nhwc = _is_nhwc(p.weight_layout, p.C, p.R * p.S)
-        return not self.forward and p.element_bytes == 2 and nhwc and p.C % 8 == 0
+        return not self.forward and not self.descriptor and p.element_bytes == 2 and nhwc and p.C % 8 == 0
 
     @property
     def weight_copied_bytes(self) -> int:
@@ -257,6 +277,11 @@ class _Gather:
     @property
     def partial_bytes(self) -> int:
         return _partial_bytes(self.p, self.splits, self.size)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Two descriptors per program."""
+        return 256 * self.programs * self.splits if self.descriptor else 0
 
     @property
     def shared_bytes(self) -> int:
@@ -272,18 +297,43 @@ class _Gather:
     def _expected_ns(self, splits: int) -> float:
         """The turns of a program, its beginning and end, times the programs that a multiprocessor gets; partial sums
         are written and read at 5.5 TB/s."""
-        turn_ns = _turn_ns(self.p, self.m, self.n, self.k)
+        turn_ns = _turn_ns(self.p, self.m, self.n, self.k, _DESCRIPTOR_GAIN if self.descriptor else 1)
+        program_ns = _PROGRAM_NS + (_DESCRIPTOR_NS if self.descriptor else 0)
         rounds = _ceil(self.programs * splits, _multiprocessors())
         sums = 8 * splits * self.size / 5500 + _LAUNCH_NS if splits > 1 else 0
-        return (_ceil(self.turns, splits) * turn_ns + _PROGRAM_NS) * rounds + sums
+        return (_ceil(self.turns, splits) * turn_ns + program_ns) * rounds + sums
 
     @property
     def expected_ns(self) -> float:
         return self._expected_ns(self.splits)
 
     def launches(self) -> tuple[Launch, ...]:
-        p, taps = self.p, self.p.R * self.p.S
+        p = self.p
         strides = canonical_strides((p.N, self.out_channels, self.out_h, self.out_w), _out_layout(p))
+        read = p.N * self.source_h * self.source_w * self.channels
+        common: dict[str, Value] = dict(
+            SOURCE_H=self.source_h, SOURCE_W=self.source_w, CHANNELS=self.channels,
+            OUT_H=self.out_h, OUT_W=self.out_w, OUT_CHANNELS=self.out_channels,
+            OUT_STRIDE_N=strides[0], OUT_STRIDE_C=strides[1], OUT_STRIDE_H=strides[2], OUT_STRIDE_W=strides[3],
+            SPLITS=self.splits, OUT_SIZE=self.size, WIDE=max(read, self.splits * self.size) >= _triton.SPLIT_ELEMENTS,
+            BLOCK_N=self.n, BLOCK_K=self.k, GROUP=8 if self.tiles > 8 else 1,
+        )  # fmt: skip
+        constants = self._descriptor_constants() if self.descriptor else self._pointer_constants()
+        kernel = "gather_descriptor" if self.descriptor else "gather"
+        grid = (self.programs, self.splits, 1)
+        first = _launch(p, kernel, grid, common | constants, self.config, self.splits)
+        return _with_sum(first, p, self.splits, self.size)
+
+    def _descriptor_constants(self) -> dict[str, Value]:
+        p, sign = self.p, 1 if self.forward else -1
+        return dict(
+            N=p.N, R=p.R, S=p.S, BEGIN_H=-sign * p.pad_top, BEGIN_W=-sign * p.pad_left,
+            MOVE_H=sign * p.dil_h, MOVE_W=sign * p.dil_w,
+            BLOCK_I=self.box[0], BLOCK_H=self.box[1], BLOCK_W=self.box[2],
+        )  # fmt: skip
+
+    def _pointer_constants(self) -> dict[str, Value]:
+        p, taps = self.p, self.p.R * self.p.S
         if self.in_place:
             weight: dict[str, Value] = dict(WEIGHT_OUT=1, WEIGHT_TAP=p.C, WEIGHT_SOURCE=taps * p.C, WEIGHT_CHANNELS=p.K)
         else:
@@ -291,20 +341,11 @@ class _Gather:
                 WEIGHT_OUT=taps * self.channels, WEIGHT_TAP=self.channels, WEIGHT_SOURCE=1,
                 WEIGHT_CHANNELS=self.channels,
             )  # fmt: skip
-        read = p.N * self.source_h * self.source_w * self.channels
-        constants: dict[str, Value] = dict(
+        return dict(
             FORWARD=self.forward, PIXELS=self.units, UNITS_H=self.units_h, UNITS_W=self.units_w,
-            SOURCE_H=self.source_h, SOURCE_W=self.source_w, CHANNELS=self.channels,
-            OUT_H=self.out_h, OUT_W=self.out_w, OUT_CHANNELS=self.out_channels,
-            OUT_STRIDE_N=strides[0], OUT_STRIDE_C=strides[1], OUT_STRIDE_H=strides[2], OUT_STRIDE_W=strides[3],
             STEP_H=p.stride_h // math.gcd(p.stride_h, p.dil_h), STEP_W=p.stride_w // math.gcd(p.stride_w, p.dil_w),
-            SPLITS=self.splits, OUT_SIZE=self.size, FLAT=self.channels % self.k != 0,
-            WIDE=max(read, self.splits * self.size) >= _triton.SPLIT_ELEMENTS,
-            BLOCK_M=self.m, BLOCK_N=self.n, BLOCK_K=self.k, GROUP=8 if self.tiles > 8 else 1,
-            **weight, **_geometry(p),
+            FLAT=self.channels % self.k != 0, BLOCK_M=self.m, **weight, **_geometry(p),
         )  # fmt: skip
-        grid = (self.programs, self.splits, 1)
-        return _with_sum(_launch(p, "gather", grid, constants, self.config, self.splits), p, self.splits, self.size)
 
 
 class _Gradient:
@@ -366,6 +407,17 @@ class _Gradient:
         return _with_sum(first, p, self.splits, self.size)
 
 
+def _boxes(box: tuple[int, int, int], sizes: tuple[int, int, int]) -> int:
+    return math.prod(_ceil(size, side) for size, side in zip(sizes, box, strict=True))
+
+
+def _box(m: int, sizes: tuple[int, int, int]) -> tuple[int, int, int]:
+    """(images, rows, columns), powers of two with the product m, that need the fewest boxes; the widest of them."""
+    sides = [1 << power for power in range(m.bit_length())]
+    boxes = [(m // (h * w), h, w) for h in sides for w in sides if h * w <= m]
+    return min(boxes, key=lambda box: (_boxes(box, sizes), box[0], box[1]))
+
+
 def _partial_kind(p: ConvProblem) -> str:
     return "float64" if p.dtype == "float64" else "float32"
 
@@ -381,7 +433,8 @@ def _launch(
     constants = constants | dict(DOUBLE=p.dtype == "float64", PRECISION=_triton.dot_precision(p))
     pointers = (p.dtype, p.dtype, p.dtype if splits == 1 else _partial_kind(p))
     return Launch(
-        _MODULE, kernel, grid, pointers, tuple(constants.items()), config["num_warps"], config["num_stages"]
+        _MODULE, kernel, grid, pointers, tuple(constants.items()), config["num_warps"], config["num_stages"],
+        scratch=kernel == "gather_descriptor",
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from checking import check
 from problems import PROBLEMS, operands_of, random_operands
 
 from convselect.kernels import _triton
-from convselect.kernels.direct_triton import DirectTriton, _Gather, _Gradient, _launches, _padded, shipped
+from convselect.kernels.direct_triton import DirectTriton, _box, _Gather, _Gradient, _launches, _padded, shipped
 from convselect.problem import CHANNELS_LAST, ConvProblem, Direction, conv_problem, layout_of
 
 ALGORITHM = DirectTriton()
@@ -22,7 +22,9 @@ def _made_anew():
     _launches.cache_clear()
 
 
-AWKWARD = {name: p for name, p in PROBLEMS.items() if ALGORITHM.why_not_shape(p) is None} | {
+# Of 31x31 the interpreter would interpret 961 taps; 9x9 takes the same way.
+SHARED = {name: p for name, p in PROBLEMS.items() if ALGORITHM.why_not_shape(p) is None and name != "31x31"}
+AWKWARD = SHARED | {
     "odd channels": conv_problem(1, 33, 7, 5, 21, 3, 3, padding=1),
     "channels fill blocks": conv_problem(1, 64, 5, 4, 32, 3, 3, padding=1),
     "channels over a tile": conv_problem(1, 20, 3, 4, 290, 2, 2, padding=1),
@@ -82,6 +84,48 @@ def test_strides_beyond_32_bits_are_computed(direction, monkeypatch):
     check(ALGORITHM, problem, params=params)
 
 
+BOXES = {
+    "images share a box": conv_problem(5, 8, 3, 3, 12, 3, 3, padding=1),
+    "uneven padding, dilation": conv_problem(2, 16, 6, 7, 24, 3, 2, padding=(2, 0, 1, 3), dilation=(1, 2)),
+    "channels over a block": conv_problem(1, 72, 5, 9, 136, 2, 2),
+    "channels filled up": conv_problem(1, 7, 5, 4, 9, 3, 3, padding=1),
+    "1xN": conv_problem(2, 8, 1, 19, 8, 1, 7, padding=(0, 3)),
+    "windows in the padding": conv_problem(1, 8, 3, 3, 8, 2, 2, padding=4),
+    "whole image": conv_problem(3, 8, 5, 4, 16, 5, 4),
+    "1x1": conv_problem(1, 16, 1, 1, 24, 1, 1),
+}
+
+
+@pytest.mark.parametrize("direction", [Direction.FORWARD, Direction.BACKWARD_DATA], ids=str)
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("name", BOXES)
+def test_descriptors(name, dtype, layout, direction):
+    problem = BOXES[name]._replace(direction=direction, dtype=dtype)
+    configs = [c for c in shipped(problem) if c["loads"] == "descriptor" and _Gather(problem, c).applies]
+    check(ALGORITHM, problem, layout, layout, configs[-1])
+
+
+def test_descriptors_need_unit_strides_pixels_of_16_bytes_and_a_newer_gpu():
+    def offered(problem):
+        return any(c["loads"] == "descriptor" for c in ALGORITHM.configs(problem))
+
+    p = conv_problem(8, 64, 28, 28, 64, 3, 3, padding=1, dtype="float16", layout=CHANNELS_LAST, device="cuda")
+    assert offered(p)
+    assert not offered(p._replace(stride_h=2))
+    assert not offered(p._replace(C=60))  # pixels of 120 bytes
+    assert not offered(p._replace(dtype="float64"))
+    with _triton.assumed_arch(80):
+        assert not offered(p)
+
+
+def test_boxes_of_pixels_waste_least_and_are_widest():
+    assert _box(128, (128, 28, 28)) == (8, 4, 4)
+    assert _box(128, (1, 64, 64)) == (1, 2, 64)
+    assert _box(128, (1, 1024, 1024)) == (1, 1, 128)
+    assert _box(64, (3, 7, 7)) == (1, 8, 8)
+
+
 @pytest.mark.parametrize("splits", [2, 3])
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("direction", list(Direction), ids=str)
@@ -136,9 +180,12 @@ def test_channels_are_padded_to_8_bytes_or_where_copied_to_16():
 def test_workspace_counts_copies_and_partial_sums():
     p = conv_problem(64, 32, 56, 56, 64, 3, 3, padding=1, dtype="float16", device="cuda")
     nhwc = p._replace(layout=CHANNELS_LAST, weight_layout=CHANNELS_LAST)
-    assert ALGORITHM.workspace_bytes(nhwc) == 0
-    assert ALGORITHM.workspace_bytes(p) == p.x_bytes + p.weight_bytes
-    assert ALGORITHM.workspace_bytes(nhwc._replace(C=3)) == 64 * 56 * 56 * 4 * 2 + 64 * 9 * 4 * 2
+    with _triton.assumed_arch(80):
+        assert ALGORITHM.workspace_bytes(nhwc) == 0
+        assert ALGORITHM.workspace_bytes(p) == p.x_bytes + p.weight_bytes
+        assert ALGORITHM.workspace_bytes(nhwc._replace(C=3)) == 64 * 56 * 56 * 4 * 2 + 64 * 9 * 4 * 2
+    with _triton.assumed_arch(90):
+        assert 0 < ALGORITHM.workspace_bytes(nhwc) < 1 << 20  # descriptors
     for direction in Direction:
         small = nhwc._replace(N=1, direction=direction)
         for config in shipped(small):
@@ -147,6 +194,7 @@ def test_workspace_counts_copies_and_partial_sums():
                 assert ALGORITHM.workspace_bytes(small) >= 4 * last["SPLITS"] * last["SIZE"]
 
 
-def _quickest(problem: ConvProblem) -> dict[str, int]:
+def _quickest(problem: ConvProblem, loads: str = "pointer") -> dict[str, int]:
     """The configuration with the fewest programs: the interpreter's time."""
-    return min(ALGORITHM.configs(problem), key=lambda c: ALGORITHM.launches(problem, c)[0].grid)
+    configs = [c for c in ALGORITHM.configs(problem) if c.get("loads", loads) == loads]
+    return min(configs, key=lambda c: ALGORITHM.launches(problem, c)[0].grid)
