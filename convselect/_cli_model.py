@@ -318,8 +318,8 @@ def evaluate(
     for name, judged in result["judged"].items():
         for algorithm, found in judged.get("r_squared", {}).items():
             typer.echo(
-                f"{name}, runtime of {algorithm}: R² {found['r2_log']:.3f} of log time, {found['r2_linear']:.3f} of time, "
-                f"median error {found['median_relative_error']:.0%}"
+                f"{name}, runtime of {algorithm}: R² {found['r2_log']:.3f} of log time, {found['r2_linear']:.3f} of "
+                f"time, median error {found['median_relative_error']:.0%}"
             )
     for path in result["written"]:
         typer.echo(f"wrote {path}")

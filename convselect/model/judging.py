@@ -47,6 +47,8 @@ def judge_all(
     table, _ = read_measured(paths)
     fold, kept_apart = ev.split(table, how, n_folds, recipe.seed)
     only = [int(fold.min())] if one_fold else None
+    if one_fold and len(set(fold.tolist())) < 3:
+        raise ValueError("of two folds none is left to choose the margin on when one is held out: take three or more")
     judged: dict[str, Any] = {}
     seen: list[str] = []
     last: tuple[ev.Ints, ev.Floats] | None = None  # members, gains
