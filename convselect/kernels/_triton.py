@@ -25,7 +25,7 @@ import threading
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -84,34 +84,17 @@ class Launch:
         if self.num_warps not in (1, 2, 4, 8, 16, 32) or self.num_stages < 1:
             raise ValueError(f"{self.kernel} cannot have {self.num_warps} warps and {self.num_stages} stages")
         # Asked for at every call, of some thirty values.
-        values = (
-            self.module,
-            self.kernel,
-            self.grid,
-            self.pointers,
-            self.constants,
-            self.num_warps,
-            self.num_stages,
-            self.scratch,
-        )
-        object.__setattr__(self, "_hash", hash(values))
+        object.__setattr__(self, "_hash", hash(self._values()))
+
+    def _values(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, field.name) for field in fields(self))
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined, no-any-return]
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Hashes of strings differ between processes.
-        values = (
-            self.module,
-            self.kernel,
-            self.grid,
-            self.pointers,
-            self.constants,
-            self.num_warps,
-            self.num_stages,
-            self.scratch,
-        )
-        return Launch, values
+        return Launch, self._values()
 
     def function(self) -> Any:
         """The `triton.jit` function; imports Triton."""
