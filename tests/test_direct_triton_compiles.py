@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextvars
+
 import pytest
 from _sass import instructions, usage
 
@@ -87,6 +89,26 @@ def test_sums_of_splits():
     compiled = _triton.compiled(launch, 90)
     assert usage(compiled).spill_bytes == 0
     assert instructions(compiled)["LDG.E.128"] > 0
+
+
+def test_an_allocator_of_the_user_stays(monkeypatch):
+    import triton
+    from triton.runtime import _allocation
+
+    def mine(size, alignment, stream):
+        raise AssertionError
+
+    def check():
+        triton.set_allocator(mine)
+        handle(0, ())
+        assert _allocation._allocator.get() is mine
+
+    seen = []
+    monkeypatch.setattr(_triton._Handle, "_call", lambda *_: seen.append(_allocation._allocator.get()))
+    handle = object.__new__(_triton._Handle)
+    handle._launch = _triton.Launch("", "", (1, 1, 1), (), (), scratch=True)
+    contextvars.copy_context().run(check)
+    assert seen == [_triton._allocate]
 
 
 def test_only_descriptors_need_scratch():

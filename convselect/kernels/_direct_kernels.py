@@ -126,7 +126,10 @@ def gather(
             needed = channel_exists[None, :]
         if WEIGHT_CHANNELS < CHANNELS:
             needed = needed & (inner < WEIGHT_CHANNELS)[:, None]
-        moved = (i * (move_h * SOURCE_W) + j * move_w) * CHANNELS + inner
+        pixels_moved = i * (move_h * SOURCE_W) + j * move_w
+        if WIDE:
+            pixels_moved = pixels_moved.to(tl.int64)
+        moved = pixels_moved * CHANNELS + inner
         inside = inside & (there_h >= 0) & (there_h < SOURCE_H) & (there_w >= 0) & (there_w < SOURCE_W)
         a = tl.load(source + (source_pixel[:, None] + moved[None, :]), mask=inside, other=0.0)
         index = (first_r + i * tap_h) * S + first_s + j * tap_w
@@ -251,7 +254,10 @@ def weight_gradient(
     c = place % CHANNELS
     tap_exists = tap < R * S
     down, right = tap // S * DIL_H, tap % S * DIL_W
-    x_column = (down * W + right) * CHANNELS + c
+    pixels_moved = down * W + right
+    if WIDE:
+        pixels_moved = pixels_moved.to(tl.int64)
+    x_column = pixels_moved * CHANNELS + c
 
     total = tl.zeros((BLOCK_N, BLOCK_J), dtype=kind)
     for turn in range(TURNS):

@@ -85,7 +85,7 @@ def test_strides_beyond_32_bits_are_computed(direction, monkeypatch):
 
 
 BOXES = {
-    "images share a box": conv_problem(5, 8, 3, 3, 12, 3, 3, padding=1),
+    "images share a box": conv_problem(5, 8, 3, 3, 16, 3, 3, padding=1),
     "uneven padding, dilation": conv_problem(2, 16, 6, 7, 24, 3, 2, padding=(2, 0, 1, 3), dilation=(1, 2)),
     "channels over a block": conv_problem(1, 72, 5, 9, 136, 2, 2),
     "channels filled up": conv_problem(1, 7, 5, 4, 9, 3, 3, padding=1),
@@ -101,7 +101,7 @@ BOXES = {
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("name", BOXES)
 def test_descriptors(name, dtype, layout, direction):
-    problem = BOXES[name]._replace(direction=direction, dtype=dtype)
+    problem = BOXES[name]._replace(direction=direction, dtype=dtype, layout=layout)
     configs = [c for c in shipped(problem) if c["loads"] == "descriptor" and _Gather(problem, c).applies]
     check(ALGORITHM, problem, layout, layout, configs[-1])
 
