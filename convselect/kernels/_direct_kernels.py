@@ -139,12 +139,17 @@ def gather(
         )  # fmt: skip
         total = tl.dot(a, b, total, input_precision=PRECISION, out_dtype=kind)
 
-    out_h, out_w = row, column
-    if not FORWARD:
+    if phases_h * phases_w == 1:
+        # Rows follow one another: seen so, pixels of NCHW are stored together across their ends.
+        within = pixel % (UNITS_H * UNITS_W)
+        if WIDE:
+            within = within.to(tl.int64)
+        out_pixel = image * OUT_STRIDE_N + within * OUT_STRIDE_W
+    else:
         out_h = row * STRIDE_H + residue_h
         out_w = column * STRIDE_W + residue_w
         exists = exists & (out_h < OUT_H) & (out_w < OUT_W)
-    out_pixel = image * OUT_STRIDE_N + out_h * OUT_STRIDE_H + out_w * OUT_STRIDE_W
+        out_pixel = image * OUT_STRIDE_N + out_h * OUT_STRIDE_H + out_w * OUT_STRIDE_W
     if WIDE:
         channel = channel.to(tl.int64)
         split = split.to(tl.int64)
