@@ -141,7 +141,10 @@ def gather(
 
     if phases_h * phases_w == 1:
         # Rows follow one another: seen so, pixels of NCHW are stored together across their ends.
-        out_pixel = image * OUT_STRIDE_N + pixel % (UNITS_H * UNITS_W) * OUT_STRIDE_W
+        within = pixel % (UNITS_H * UNITS_W)
+        if WIDE:
+            within = within.to(tl.int64)
+        out_pixel = image * OUT_STRIDE_N + within * OUT_STRIDE_W
     else:
         out_h = row * STRIDE_H + residue_h
         out_w = column * STRIDE_W + residue_w
