@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,10 +20,11 @@ _lock = threading.Lock()
 _loaded: Predictor | None = None
 _failed = False
 _idle = 0
+_given: bytes | None = None  # another rank's model, pickled: `unload` releases it like any other
 
 
 def get() -> Predictor | None:
-    """The predictor for this machine, or None: then native is chosen, and one warning has said why."""
+    """The predictor for this machine, or the one that was given; or None: then native is chosen, and one warning has said why."""
     global _idle
     _idle = 0
     if _loaded is not None or _failed:
@@ -110,7 +112,10 @@ def _load() -> Predictor | None:
     from convselect.model.inference import ArtifactError
 
     with _lock:
-        if _loaded is None and not _failed:
+        if _given is not None:
+            _loaded = pickle.loads(_given)
+            _failed = _loaded is None
+        elif _loaded is None and not _failed:
             try:
                 _loaded = _find()
             except (ArtifactError, OSError) as error:
@@ -136,6 +141,20 @@ def unload() -> None:
     global _loaded, _failed
     with _lock:
         _loaded, _failed = None, False
+
+
+def give(predictor: Predictor | None) -> None:
+    """Choose by this one from now on, whatever machine it was made for; None: always native. `own` takes it back."""
+    global _given
+    _given = pickle.dumps(predictor)
+    unload()
+
+
+def own() -> None:
+    """Back to this machine's own model."""
+    global _given
+    _given = None
+    unload()
 
 
 def _renew_lock() -> None:

@@ -44,6 +44,8 @@ ALLOWED = {
         "settings",
     },
     "functional": {"dispatch"},
+    "enabled": {"functional", "settings"},
+    "distributed": {"_predictor", "_warnings", "dispatch", "kernels", "settings"},
     "layer": {"dispatch"},
     "convert": {"dispatch", "layer"},
     "_freeze_trace": {"layer"},  # freeze
