@@ -35,11 +35,11 @@ TARGETS = (("one_hot", 1.0), ("softmax", 1.0), ("ratio", 1.0), ("ratio", 4.0), (
 WIDTHS = {
     1: ((256, 64),),
     2: ((64, 128), (256, 64)),
-    3: ((64, 128), (216, 64), (64, 32)),
+    3: reformer.DEFAULT_WIDTHS,
     4: ((64, 128), (256, 128), (256, 64), (64, 32)),
 }
 _DERIVED = ("flops", "bytes", "intensity", "gemm_m", "gemm_n", "gemm_k")
-_SHAPE = tuple(name for name in FEATURE_NAMES if name[:2] in ("C%", "K%", "Q%") or name.startswith("waste"))
+_SHAPE = tuple(name for name in FEATURE_NAMES if name.startswith(("twos", "waste")))
 FEATURE_SETS = ("raw, z-scored", "log2", "log2 + derived", "log2 + derived + divisibility and waste")
 
 
@@ -102,7 +102,7 @@ def run(table: Table, fold: ev.Ints, recipe: Recipe, seeds: int, console: Consol
         for blocks, widths in WIDTHS.items():
             title = f"{target}{f' a={alpha:g}' if target == 'ratio' else ''}, {blocks} blocks"
             settings.append((title, replace(recipe, target=target, alpha=alpha, widths=widths), FEATURE_SETS[3]))
-    settings += [(f"features: {name}", recipe, name) for name in FEATURE_SETS]
+    settings += [(f"features: {name}", replace(recipe, ignored=()), name) for name in FEATURE_SETS]
     rows = []
     for title, setting, features in settings:
         found, us = [], 0.0
@@ -126,11 +126,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--alpha", type=float, default=8.0, help="of the feature sets' target")
+    parser.add_argument("--dropout", type=float, default=Recipe.dropout)
+    parser.add_argument("--all-features", action="store_true", help="targets and blocks see what CPU recipes ignore")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(argv)
     table, _ = read_measured(options.times)
     fold, kept = ev.split(table, options.split)
-    recipe = Recipe(steps=options.steps, batch=options.batch)
+    recipe = Recipe(steps=options.steps, batch=options.batch, alpha=options.alpha, dropout=options.dropout)
+    if options.all_features:
+        recipe = replace(recipe, ignored=())
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
     rows = run(table, fold, recipe, options.seeds, console)
     shown = Shown(

@@ -5,6 +5,7 @@ convselect.convert(model)      # in place; the same model, faster
 """
 
 from convselect import distributed
+from convselect import ops as ops  # registers the operators that a saved graph may hold
 from convselect._predictor import unload
 from convselect._warnings import ConvselectWarning
 from convselect.convert import ConversionReport, convert, revert

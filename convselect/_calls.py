@@ -43,7 +43,10 @@ def problem_of(x: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: A
         pads = padding_sides(padding, (R, S), (dil_h, dil_w))
     except (TypeError, ValueError, IndexError):
         return None
-    tf32 = fp32_precision("mkldnn", "conv") not in ("none", "ieee") if x.is_cpu else torch.backends.cudnn.allow_tf32
+    if x.is_cpu:
+        tf32 = fp32_precision("mkldnn", "conv") not in ("none", "ieee")
+    else:
+        tf32 = x.dtype == torch.float32 and fp32_precision("cuda", "conv") == "tf32"
     N, C, H, W = x.shape
     return ConvProblem(
         Direction.FORWARD, N, C, H, W, K, R, S, stride_h, stride_w, *pads, dil_h, dil_w, groups,

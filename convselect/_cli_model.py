@@ -222,6 +222,10 @@ def train(
     weight_decay: Annotated[float | None, typer.Option(min=0, help="Of AdamW.")] = None,
     dropout: Annotated[float | None, typer.Option(min=0, max=0.9, help="In the blocks' transformed path.")] = None,
     average: Annotated[float | None, typer.Option(min=0, max=1, help="Decay of the running mean of weights.")] = None,
+    ignore: Annotated[
+        list[str] | None,
+        typer.Option(help='Features not to look at, by the beginning of their names; may be repeated, "" for none.'),
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Of initial weights and batches.")] = None,
     split: Annotated[str, typer.Option(help="What is held out: family, random, class, batch, problem.")] = "family",
     folds: Annotated[int, typer.Option(min=2, help="Of the cross-validation.")] = 5,
@@ -234,7 +238,7 @@ def train(
 
     given = dict(
         target=target, alpha=alpha, steps=steps, batch=batch, learning_rate=learning_rate, weight_decay=weight_decay,
-        dropout=dropout, average=average, seed=seed,
+        dropout=dropout, average=average, ignored=_ignored(ignore), seed=seed,
     )  # fmt: skip
     recipe = Recipe(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
     try:
@@ -249,6 +253,10 @@ def train(
         f"{family}: {card.data['problems']} problems, held out {held_out['split']}, margin {card.margin:g}",
         report(card),
     )
+
+
+def _ignored(names: list[str] | None) -> tuple[str, ...] | None:
+    return None if names is None else tuple(name for name in names if name)
 
 
 # ---- evaluate ---------------------------------------------------------------------------------------------------
@@ -269,6 +277,11 @@ def evaluate(
     one_fold: Annotated[bool, typer.Option("--one-fold", help="Hold out the first fold only: quicker.")] = False,
     steps: Annotated[int | None, typer.Option(min=1, help="Optimiser steps of the Reformer.")] = None,
     batch: Annotated[int | None, typer.Option(min=2, help="Problems per step of the Reformer.")] = None,
+    alpha: Annotated[float | None, typer.Option(min=0.1, help="Exponent of its target.")] = None,
+    dropout: Annotated[float | None, typer.Option(min=0, max=0.9, help="In its blocks.")] = None,
+    ignore: Annotated[
+        list[str] | None, typer.Option(help='Features it does not look at; may be repeated, "" for none.')
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of splits, initial weights and batches.")] = 0,
     learning_curve: Annotated[bool, typer.Option("--learning-curve", help="Also train on parts of the data.")] = False,
     figures: Annotated[Path | None, typer.Option(help="Folder for figures of the last one judged.")] = None,
@@ -283,8 +296,8 @@ def evaluate(
     from convselect.model.train import Recipe
     from convselect.store import StoreError
 
-    recipe = Recipe(seed=seed)
-    recipe = replace(recipe, steps=steps or recipe.steps, batch=batch or recipe.batch)
+    given = dict(steps=steps, batch=batch, alpha=alpha, dropout=dropout, ignored=_ignored(ignore))
+    recipe = replace(Recipe(seed=seed), **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
     try:
         result = judging.judge_all(
             times, artifact, selector or ([] if artifact else ["reformer"]), split, folds, one_fold, recipe,

@@ -12,24 +12,68 @@ from convselect._warnings import warn_once
 
 if TYPE_CHECKING:
     from convselect.model.inference import Predictor
+    from convselect.problem import ConvProblem
 
 IDLE_CALLS = 1000
 """So many convolutions in a row that asked for no prediction end the first pass: the model is released."""
 
 _lock = threading.Lock()
 _loaded: Predictor | None = None
+_of_gpu: dict[str, Predictor | None] = {}
+"""Family -> its model; None where there is none."""
 _failed = False
 _idle = 0
 _given: bytes | None = None  # another rank's model, pickled: `unload` releases it like any other
 
 
 def get() -> Predictor | None:
-    """The predictor for this machine, or the one that was given; or None: then native is chosen, and one warning has said why."""
+    """The predictor for this machine, or the one that was given, or None: then native is chosen, and one warning has
+    said why."""
     global _idle
     _idle = 0
     if _loaded is not None or _failed:
         return _loaded
     return _load()
+
+
+def get_for(problem: ConvProblem) -> Predictor | None:
+    """The predictor for this problem's kind of device. A GPU without a model is native, and that is no reason to warn:
+    none is promised for it."""
+    global _idle
+    if problem.device == "cpu":
+        return get()
+    _idle = 0
+    family = _gpu_family()
+    if family is None:
+        return None
+    if family not in _of_gpu:
+        _load_of_gpu(family)
+    return _of_gpu.get(family)
+
+
+def _gpu_family() -> str | None:
+    import torch
+
+    from convselect.model.host import family_of_cuda
+
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        return None
+    return family_of_cuda(torch.cuda.get_device_capability())
+
+
+def _load_of_gpu(family: str) -> None:
+    from convselect.model.inference import ArtifactError, Predictor, artifact_path
+
+    path = artifact_path(family)
+    with _lock:
+        if family in _of_gpu:
+            return
+        _of_gpu[family] = None
+        if path.exists():
+            try:
+                _of_gpu[family] = Predictor.load(path, host_flags={})
+            except (ArtifactError, OSError) as error:
+                warn_once("artifact of a GPU", f"convselect: {error}; on this GPU every automatic choice is native.")
 
 
 def path_for_host() -> Path:
@@ -131,7 +175,7 @@ def tick() -> None:
     """
     global _idle
     _idle += 1
-    if _idle >= IDLE_CALLS and _loaded is not None:
+    if _idle >= IDLE_CALLS and (_loaded is not None or _of_gpu):
         unload()
 
 
@@ -141,6 +185,7 @@ def unload() -> None:
     global _loaded, _failed
     with _lock:
         _loaded, _failed = None, False
+        _of_gpu.clear()
 
 
 def give(predictor: Predictor | None) -> None:

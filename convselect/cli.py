@@ -53,9 +53,10 @@ def _app() -> "typer.Typer":
         pretty_exceptions_enable=False,
     )
     fail = typer.Exit(2)
-    from convselect import _cli_model
+    from convselect import _cli_model, _cli_store
 
     _cli_model.register(app)
+    app.add_typer(_cli_store.app, name="store")
 
     @app.command()
     def demo(

@@ -13,14 +13,16 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from convselect import _predictor
+from convselect import _run_ops
 from convselect import settings as _settings
 from convselect._aten_strides import ResultStrides, result_strides, with_strides
 from convselect._autograd import Conv2dFunction, in_functorch
 from convselect._calls import are_ints, autocast_dtype, bias_fits, cast_like_autocast, problem_of, valid, y_layout
+from convselect._execution import choice_for, choices
+from convselect._execution import execute as _execute
+from convselect._execution import without_autocast as _without_autocast
 from convselect._lru import LRU, Entry
-from convselect._warnings import warn_once
-from convselect.choose import NATIVE, Choice, choose, forced
+from convselect.choose import NATIVE, Choice, forced
 from convselect.kernels import BY_NAME, Algorithm, NotApplicable
 from convselect.kernels._native_ops import native_backward, native_forward, overruns_in_channels_last
 from convselect.problem import DTYPE_NAMES, ConvProblem, Direction, layout_of
@@ -42,16 +44,6 @@ _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _BACKWARD_PLANS = 16
 
 
-class _Chosen(Entry):
-    """A remembered choice."""
-
-    __slots__ = ("choice",)
-
-    def __init__(self, choice: Choice) -> None:
-        super().__init__()
-        self.choice = choice
-
-
 class _Native(Entry):
     """The plan of a call that is native in every direction."""
 
@@ -60,7 +52,6 @@ class _Native(Entry):
 
 
 plans = LRU(CACHE_ENTRIES)
-choices = LRU(CACHE_ENTRIES)
 _plan_entries = plans.entries
 
 
@@ -68,6 +59,7 @@ def clear() -> None:
     """Forget every plan and every choice of this process."""
     plans.clear()
     choices.clear()
+    _run_ops.plans.clear()
 
 
 def conv2d(
@@ -82,12 +74,17 @@ def conv2d(
 ) -> Tensor:
     """As `torch.nn.functional.conv2d`; see `convselect.conv2d`, which is this with its documentation."""
     if _is_dynamo_compiling():
-        # A compiled graph holds aten's convolution.
-        return _conv2d(x, weight, bias, stride, padding, dilation, groups)  # type: ignore[no-any-return]
+        from convselect import _traced  # needs dynamo
+
+        return _traced.conv2d(x, weight, bias, stride, padding, dilation, groups, policy)
     settings = _current_settings()
     if policy is not None:
         settings = _settings.with_policy(settings, policy)
     if type(x) not in _PLAIN or type(weight) not in _PLAIN or (bias is not None and type(bias) not in _PLAIN):
+        if torch.compiler.is_exporting():
+            from convselect import _traced
+
+            return _traced.export_conv2d(x, weight, bias, stride, padding, dilation, groups, policy)
         return _not_ours(settings, "tensor subclasses", x, weight, bias, stride, padding, dilation, groups)
     key = (
         x.shape, x.stride(), x.dtype, x.device, x.requires_grad,
@@ -126,9 +123,10 @@ def _not_ours(settings: Settings, what: str, *arguments: Any) -> Tensor:
     return _conv2d(*arguments)  # type: ignore[no-any-return]
 
 
-def _cuda_flags() -> tuple[bool, ...]:
+def _cuda_flags() -> tuple[Any, ...]:
     cudnn = torch.backends.cudnn
-    return (cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32)
+    # `cudnn.allow_tf32` would raise where recurrent networks have another setting.
+    return (cudnn.enabled, cudnn.benchmark, cudnn.deterministic, _fp32_precision("cuda", "conv"))
 
 
 def _hashable(value: Any) -> Any:
@@ -163,7 +161,7 @@ def _make_plan(
         return None
     plan = Plan(problem, settings, result_strides(x, weight, problem))
     plan.cast = cast if isinstance(cast, torch.dtype) else None
-    plan.choice = _choice(problem, settings)
+    plan.choice = choice_for(problem, settings)
     plan.needs_grad = _grad_enabled() and (
         x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     )
@@ -180,7 +178,7 @@ def _make_plan(
         expected = problem.with_direction(direction)
         if direction == Direction.BACKWARD_DATA:
             expected = expected._replace(layout=layout)
-        if _choice(expected, settings).algorithm != NATIVE:
+        if choice_for(expected, settings).algorithm != NATIVE:
             return plan
     return _Native()
 
@@ -188,21 +186,6 @@ def _make_plan(
 def _refuse_dtype(settings: Settings, x: Tensor) -> None:
     if x.dtype not in DTYPE_NAMES and settings.policy in BY_NAME and settings.policy != NATIVE:
         raise NotApplicable(f"{settings.policy} cannot do this convolution: it computes floats, not {x.dtype}")
-
-
-def _choice(problem: ConvProblem, settings: Settings) -> Choice:
-    """The choice for one problem: out of memory, or made now and remembered."""
-    key = (problem, settings)
-    entry = choices.entries.get(key)
-    if entry is not None:
-        entry.age = choices.clock
-        return entry.choice  # type: ignore[no-any-return]
-    choice = choose(problem, BY_NAME, settings, predictor=_predictor.get() if settings.policy == "auto" else None)
-    choices.put(key, _Chosen(choice))
-    return choice
-
-
-choice_for = _choice
 
 
 def problems_of(layer: torch.nn.Conv2d, x: Tensor) -> list[ConvProblem]:
@@ -287,7 +270,7 @@ class Plan(Entry):
             return y if bias is None else y + bias.view(-1, 1, 1)
         choice = self.choice
         if choice is None:
-            choice = self.choice = _choice(self.problem, self.settings)
+            choice = self.choice = choice_for(self.problem, self.settings)
         return _execute(choice, x, weight, self.problem, self.strides.y, bias)
 
     def backward(
@@ -330,7 +313,7 @@ class Plan(Entry):
             problem = self.problem._replace(
                 direction=direction, layout=layout_of(streamed), threads=_threads(), deterministic=_deterministic()
             )
-            found = (problem, _choice(problem, self.settings))
+            found = (problem, choice_for(problem, self.settings))
             if len(self._backward) >= _BACKWARD_PLANS:
                 self._backward.clear()
             self._backward[key] = found
@@ -343,9 +326,6 @@ class Plan(Entry):
         x = torch.empty((1,), dtype=like.dtype, device=like.device).expand(x_shape)
         weight = torch.empty((1,), dtype=like.dtype, device=like.device).expand(weight_shape)
         return Plan(problem, self.settings, result_strides(x, weight, problem))
-
-
-# ---- execution --------------------------------------------------------------------------------------------------
 
 
 _dispatch_keys: Any = torch._C._dispatch_keys
@@ -361,48 +341,10 @@ def _is_legacy_batched(*tensors: Tensor | None) -> bool:
     return False
 
 
-def _without_autocast(function: Any, *arguments: Any) -> Any:
-    """Algorithms compute in the dtype they are given; inside a backward under autocast ATen would cast again."""
-    if not _any_autocast():
-        return function(*arguments)
-    device = next(a.device.type for a in arguments if isinstance(a, Tensor))
-    with torch.autocast(device, enabled=False):
-        return function(*arguments)
-
-
-def _execute(
-    choice: Choice,
-    a: Tensor,
-    b: Tensor,
-    problem: ConvProblem,
-    strides: tuple[int, ...],
-    bias: Tensor | None = None,
-) -> Tensor:
-    """Run the chosen algorithm on its operands. The automatic choice falls back to native; a forced one raises."""
-    _predictor.tick()
-    algorithm = BY_NAME[choice.algorithm]
-    result: Tensor | None = None
-    try:
-        if choice.source == "forced" or algorithm.ready(problem, choice.params):
-            result = _without_autocast(algorithm.run_checked, a, b, problem, choice.params, bias)
-    except Exception as error:
-        if choice.source == "forced" or algorithm.name == NATIVE:
-            raise
-        warn_once(
-            f"failed:{algorithm.name}",
-            f"convselect: {algorithm.name} failed on {problem} ({error!r}); native runs instead.",
-        )
-    if result is None:
-        # It is still being compiled, or failed; or a transform turned one NaN or infinity into a tile or an image of
-        # them, and native keeps them where they belong.
-        result = _without_autocast(BY_NAME[NATIVE].run_checked, a, b, problem, None, bias)
-    return with_strides(result, strides)
-
-
 def check_policy(policy: str) -> None:
     """Raises ValueError unless `policy` is "auto" or the name of an algorithm."""
     if policy != "auto" and policy not in BY_NAME:
         forced(ConvProblem(Direction.FORWARD, 1, 1, 1, 1, 1, 1, 1), policy, BY_NAME)
 
 
-__all__ = ["Algorithm", "Plan", "check_policy", "clear", "conv2d"]
+__all__ = ["Algorithm", "Plan", "check_policy", "choice_for", "clear", "conv2d"]

@@ -18,13 +18,14 @@ def same_choices(group: ProcessGroup | None = None) -> None:
     """Make all ranks of a process group choose alike: rank 0 decides.
 
     Ranks choose differently where their machines were calibrated differently or have other artifacts or defaults; then
-    they differ in the last digits and, what costs more, in how long a step takes. A choice follows from the problem, the
-    settings and the model, so this sends rank 0's model and rank 0's defaults (`set_defaults`) to the others once, and
+    they differ in the last digits and, what costs more, in how long a step takes. A choice follows from the problem,
+    the settings and the model, so this sends rank 0's model and rank 0's defaults (`set_defaults`) to the others once, and
     forgets choices made before. Afterwards nothing is ever communicated: ranks may meet different problems at different
     times, and no rank waits for another.
 
     Call it on every rank of the group, after `init_process_group` and before training; what `use(...)` sets stays each
-    rank's own. Ranks with other thread counts pose other problems. Undone by `own_choices`.
+    rank's own. Ranks with other thread counts pose other problems. Models of GPUs are shipped, not calibrated, and so the same
+    everywhere already. Undone by `own_choices`.
 
     Args:
         group: the default process group if None.
@@ -69,6 +70,7 @@ def _abilities() -> dict[str, Any]:
     """What a choice depends on besides problem, settings and model."""
     return {
         "algorithms": sorted(BY_NAME),
+        "GPU": torch.cuda.is_available() and torch.cuda.get_device_capability(),
         "C kernels": _library.available() and _library.isa(),
         "number of threads": torch.get_num_threads(),
     }

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction
 
-FEATURES_VERSION = 2
+FEATURES_VERSION = 3
 """Goes up with every change to `FEATURE_NAMES` or to what a feature means; artifacts are then retrained."""
 
 FEATURE_NAMES: tuple[str, ...] = (
@@ -28,8 +28,11 @@ FEATURE_NAMES: tuple[str, ...] = (
     *("stride_h", "stride_w", "dil_h", "dil_w", "pad_h", "pad_w"),
     # log2 of the work, the compulsory traffic, their ratio, and the matrix product per group
     *("flops", "bytes", "intensity", "gemm_m", "gemm_n", "gemm_k"),
-    # 1 where divisible
-    *("C%8", "C%16", "K%8", "K%16", "Q%8", "Q%16"),
+    # the power of two that divides, up to 7: vectors, alignment, tiles without a rest
+    *(f"twos_{size}" for size in ("C", "K", "C/G", "K/G", "N", "W", "Q", "HW", "PQ", "NPQ")),
+    # log2 of computed over useful results when the matrix product is cut into tiles of so many
+    *(f"waste_gemm_{side}_{tile}" for tile in (16, 32, 64, 128) for side in "mnk"),
+    *("waste_gemm_m_256", "waste_gemm_n_256"),
     # log2 of computed over useful results when the result's image is cut into m x m tiles
     *("waste_2", "waste_3", "waste_4", "waste_5", "waste_6", "waste_7"),
     *("forward", "backward_data", "backward_weight"),
@@ -74,11 +77,31 @@ def features(problem: ConvProblem) -> npt.NDArray[np.float32]:
     # What a Winograd algorithm tiles: the image it computes, or, for the weight gradient, grad_y.
     rows, columns = (H, W) if backward_data else (P, Q)
     area = rows * columns
+    npq, depth_c, depth_k = N * P * Q, C // G, K // G
+    columns_c = depth_c * R * S
+    # The sides of the matrix product, as in `ConvProblem.gemm`, less one: the last index in use.
+    if forward:
+        m, n, k = depth_k - 1, npq - 1, columns_c - 1
+    elif backward_data:
+        m, n, k = columns_c - 1, npq - 1, depth_k - 1
+    else:
+        m, n, k = depth_k - 1, columns_c - 1, npq - 1
+    # 2^7 added in as a bit: the lowest set bit is then at most that.
+    C_, K_, c_, k_, N_, W_, Q_ = C | 128, K | 128, depth_c | 128, depth_k | 128, N | 128, W | 128, Q | 128
+    hw_, pq_, npq_ = H * W | 128, P * Q | 128, npq | 128
     values = (
         log_N, log_C, log2(H), log2(W), log_K, log_R, log_S, log_P, log_Q, log_c, log_k, log_G,
         log2(stride_h), log2(stride_w), log2(dil_h), log2(dil_w), log2(1 + pad_h), log2(1 + pad_w),
         flops, traffic, flops - traffic, gemm_m, gemm_n, gemm_k,
-        C % 8 == 0, C % 16 == 0, K % 8 == 0, K % 16 == 0, Q % 8 == 0, Q % 16 == 0,
+        (C_ & -C_).bit_length() - 1, (K_ & -K_).bit_length() - 1, (c_ & -c_).bit_length() - 1,
+        (k_ & -k_).bit_length() - 1, (N_ & -N_).bit_length() - 1, (W_ & -W_).bit_length() - 1,
+        (Q_ & -Q_).bit_length() - 1, (hw_ & -hw_).bit_length() - 1, (pq_ & -pq_).bit_length() - 1,
+        (npq_ & -npq_).bit_length() - 1,
+        log2((m >> 4) + 1) + 4 - gemm_m, log2((n >> 4) + 1) + 4 - gemm_n, log2((k >> 4) + 1) + 4 - gemm_k,
+        log2((m >> 5) + 1) + 5 - gemm_m, log2((n >> 5) + 1) + 5 - gemm_n, log2((k >> 5) + 1) + 5 - gemm_k,
+        log2((m >> 6) + 1) + 6 - gemm_m, log2((n >> 6) + 1) + 6 - gemm_n, log2((k >> 6) + 1) + 6 - gemm_k,
+        log2((m >> 7) + 1) + 7 - gemm_m, log2((n >> 7) + 1) + 7 - gemm_n, log2((k >> 7) + 1) + 7 - gemm_k,
+        log2((m >> 8) + 1) + 8 - gemm_m, log2((n >> 8) + 1) + 8 - gemm_n,
         log2((-rows // 2) * (-columns // 2) * 4 / area),
         log2((-rows // 3) * (-columns // 3) * 9 / area),
         log2((-rows // 4) * (-columns // 4) * 16 / area),

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from convselect.model.dataset import Row
+from convselect.model.dataset import MACHINE, Row, environment_path, write_rows
 from convselect.problem import ConvProblem
 
 SCHEMA_VERSION = 1
@@ -224,6 +224,38 @@ class Store:
                 Row(model, problem, algorithm, revision, status, clock, **numbers, rounds=rounds, repeat=repeat)
             )
         return rows
+
+
+def export(store: Store, path: str | Path, *, max_drift: float | None = None) -> int:
+    """Write a store's measurements as CSV (`.gz`: compressed) with its environments beside them, in `<path>.env.json`;
+    how many rows there are.
+
+    Args:
+        max_drift: leave out blocks across which the sentinel moved by more than this ratio.
+
+    Raises:
+        ValueError: where the store is empty, or holds times of several machines, which one file must not mix.
+    """
+    environments = list(store.environments().values())
+    machines = [{name: one.get(name) for name in MACHINE} for one in environments]
+    rows = store.rows(max_drift=max_drift)
+    if not rows:
+        raise ValueError(f"{store.path} holds no measurements")
+    if any(machine != machines[0] for machine in machines):
+        raise ValueError(f"{store.path} holds times of {len(machines)} machines or settings of one")
+    drift = {number: store.drift(number) for number in store.environments()}
+    ratios = [ratio for of_environment in drift.values() for ratio in of_environment.values()]
+    about = {
+        "machine": machines[0],
+        "algorithms": {row.algorithm: row.revision for row in rows},
+        "problems": len({row.problem for row in rows}),
+        "measured_twice": len({row.problem for row in rows if row.repeat}),
+        "blocks": {"all": len(ratios), "drifting": sum(ratio > max_drift for ratio in ratios) if max_drift else None},
+        "environments": environments,
+    }
+    write_rows(path, rows)
+    environment_path(path).write_text(json.dumps(about, indent=1) + "\n")
+    return len(rows)
 
 
 def pool_mark(revisions: Mapping[str, int]) -> str:

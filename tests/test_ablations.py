@@ -20,7 +20,7 @@ def test_feature_sets_leave_out_what_they_say():
     index = {name: i for i, name in enumerate(FEATURE_NAMES)}
     assert torch.equal(ablations.columns(ablations.FEATURE_SETS[3], x), x)
     plain = ablations.columns("log2", x)
-    assert (plain[:, [index["flops"], index["C%8"], index["waste_7"]]] == 0).all()
+    assert (plain[:, [index["flops"], index["twos_C"], index["waste_7"]]] == 0).all()
     assert torch.equal(plain[:, index["H"]], x[:, index["H"]])
     derived = ablations.columns("log2 + derived", x)
     assert torch.equal(derived[:, index["flops"]], x[:, index["flops"]])

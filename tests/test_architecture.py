@@ -31,13 +31,28 @@ ALLOWED = {
     "_aten_strides": {"_autograd", "kernels", "problem"},  # dispatch
     "_autograd": set(),  # dispatch
     "_calls": {"_aten_strides", "_autograd", "problem"},  # dispatch
+    "_execution": {"_aten_strides", "_lru", "_predictor", "_warnings", "choose", "kernels", "problem", "settings"},
+    "_run_ops": {
+        "_aten_strides",
+        "_calls",
+        "_execution",
+        "_lru",
+        "_warnings",
+        "choose",
+        "kernels",
+        "problem",
+        "settings",
+    },  # ops
+    "ops": {"_run_ops", "choose", "problem"},
+    "_traced": {"_autograd", "_calls", "_execution", "choose", "kernels", "ops", "problem", "settings"},  # dispatch
     "dispatch": {
         "_aten_strides",
         "_autograd",
         "_calls",
+        "_execution",
         "_lru",
-        "_predictor",
-        "_warnings",
+        "_run_ops",
+        "_traced",
         "choose",
         "kernels",
         "problem",
@@ -114,7 +129,7 @@ def test_imports_go_one_way(name):
 
 
 def test_every_module_is_under_the_rule():
-    free = {"__init__", "__main__", "cli", "_cli_model", "demo", "_demo_report", "_architectures"}
+    free = {"__init__", "__main__", "cli", "_cli_model", "_cli_store", "demo", "_demo_report", "_architectures"}
     modules = {p.stem for p in PACKAGE.glob("*.py")}
     modules |= {p.name for p in PACKAGE.iterdir() if (p / "__init__.py").exists()}
     assert modules - free == set(ALLOWED)

@@ -1,4 +1,4 @@
-"""`with convselect.enabled():`, `enable()` and `disable()`: functional convolutions go through the choice, here only."""
+"""`with convselect.enabled():`, `enable()` and `disable()`: functional convolutions choose, here only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 from torch.overrides import BaseTorchFunctionMode
 
 import convselect
-from convselect import NotApplicable, dispatch
+from convselect import NotApplicable
 
 GEMM = "im2col_gemm"
 X, W, B = torch.randn(2, 4, 8, 9), torch.randn(6, 4, 3, 3), torch.randn(6)

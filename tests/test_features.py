@@ -27,18 +27,20 @@ EXAMPLES = (
 GOLDEN = (
     (
         3, 6, 5.8074, 4.8074, 7, 1.585, 1.585, 5.8074, 4.8074, 6, 7, 0, 0, 0, 0, 0, 1.585, 1.585, 30.7846, 23.2432,
-        7.5415, 7, 13.6147, 9.1699, 1, 1, 1, 1, 0, 0, 0.0, 0.1251, 0.0, 0.1991, 0.1991, 0.0, 1, 0, 0, 1, 0, 0, 0, 1,
-        0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0,
+        7.5415, 7, 13.6147, 9.1699, 6, 7, 6, 7, 3, 2, 2, 5, 5, 7, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.152, 1, 0, 0,
+        0.1251, 0, 0.1991, 0.1991, 0, 1, 0, 0, 1, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0,
     ),
     (
         1, 6.585, 3.9069, 3.7004, 6.585, 2.8074, 2.3219, 3, 2.585, 0, 0, 6.585, 1, 1, 0, 0, 2.8074, 2, 19.2992,
-        16.6101, 2.6891, 0, 5.1293, 6.585, 1, 1, 1, 1, 0, 0, 0.0, 0.1699, 0.415, 1.0589, 0.585, 1.0297, 0, 0, 1, 0, 0,
-        0, 1, 0, 1, 1, 1, 1, 0, 0, 0, 2, 0, 0, 1,
+        16.6101, 2.6891, 0, 5.1293, 6.585, 5, 5, 0, 0, 1, 0, 1, 0, 4, 5, 4, 0.4557, 0, 5, 0.8707, 0, 6, 0.8707,
+        0.415, 7, 1.8707, 0.415, 8, 2.8707, 0, 0.1699, 0.415, 1.0589, 0.585, 1.0297, 0, 0, 1, 0, 0, 0, 1, 0, 1, 1, 1,
+        1, 0, 0, 0, 2, 0, 0, 1,
     ),
     (
         0, 4.3219, 3.1699, 3.4594, 3.585, 1, 1.585, 2.8074, 2.3219, 3.3219, 2.585, 1, 0, 0, 1, 1.585, 0, 0, 15.6211,
-        14.6073, 1.0138, 5.9069, 5.1293, 2.585, 0, 0, 0, 0, 0, 0, 0.2775, 0.1255, 0.5406, 0.5995, 0.5406, 0.9854, 0,
-        1, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0,
+        14.6073, 1.0138, 5.9069, 5.1293, 2.585, 2, 2, 1, 1, 0, 0, 0, 0, 0, 0, 0.0931, 0.4557, 1.415, 0.0931, 0.8707,
+        2.415, 0.0931, 0.8707, 3.415, 1.0931, 1.8707, 4.415, 2.0931, 2.8707, 0.2775, 0.1255, 0.5406, 0.5995, 0.5406,
+        0.9854, 0, 1, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0,
     ),
 )  # fmt: skip
 
@@ -48,7 +50,7 @@ def named(problem: ConvProblem) -> dict[str, float]:
 
 
 def test_the_features_are_frozen():
-    assert FEATURES_VERSION == 2
+    assert FEATURES_VERSION == 3
     for problem, golden in zip(EXAMPLES, GOLDEN, strict=True):
         np.testing.assert_allclose(features(problem), golden, atol=2e-4)
 
@@ -104,7 +106,13 @@ def test_derived_features_agree_with_the_problem(problem: ConvProblem):
     assert got["is_pointwise"] == problem.is_pointwise
     assert got["is_patch"] == problem.is_patch
     assert got["uneven_padding"] == (not problem.symmetric_padding)
-    assert got["C%8"] == (problem.C % 8 == 0)
+    p = problem
+    for name, size in (("C", p.C), ("K/G", p.K // p.groups), ("N", p.N), ("HW", p.H * p.W), ("NPQ", p.N * p.P * p.Q)):
+        assert got[f"twos_{name}"] == max(power for power in range(8) if size % 2**power == 0), name
+    for side, size in zip("mnk", p.gemm[1:], strict=True):
+        for tile in (16, 32, 64, 128):
+            want_waste = math.log2(math.ceil(size / tile) * tile / size)
+            assert got[f"waste_gemm_{side}_{tile}"] == pytest.approx(want_waste, abs=1e-5)
     rows, columns = (problem.H, problem.W) if problem.direction == Direction.BACKWARD_DATA else (problem.P, problem.Q)
     for m in range(2, 8):
         covered = math.ceil(rows / m) * m * math.ceil(columns / m) * m

@@ -290,7 +290,7 @@ def load_with(card_changes: dict[str, object] | None = None, made: dict[str, np.
     ("changes", "match"),
     [
         ({"format_version": 2}, "has format 2; this version reads format 1"),
-        ({"features_version": 0}, "trained on features of version 0, this is version 2"),
+        ({"features_version": 0}, "trained on features of version 0, this is version 3"),
         ({"feature_names": list(FEATURE_NAMES[::-1])}, "trained on features"),
         ({"feature_names": list(FEATURE_NAMES[:-1])}, "trained on features"),
         ({"algorithm_names": ["a", "b", "c", "d"]}, "lack 'native'"),
@@ -361,6 +361,7 @@ def test_families_are_named_by_processor_and_instruction_set():
     assert host.family_of_host("NO AVX", "x86_64", c_kernels=False) == "cpu-x86-no-avx"
     assert host.family_of_host("DEFAULT", "riscv64", c_kernels=False) == "cpu-riscv64-default"
     assert host.family_of_host(host.cpu_capability()).startswith("cpu-")
+    assert [host.family_of_cuda(c) for c in ((8, 0), (9, 0), (12, 0))] == ["cuda-sm80", "cuda-sm90", "cuda-sm120"]
 
 
 def test_a_family_with_the_c_kernels_is_another_family(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import weakref
 
@@ -149,3 +150,58 @@ def test_the_model_of_other_peoples_times_is_sound_and_is_never_asked():
     assert predictor.predict(problem) is None
     assert predictor.predict(problem._replace(device="cuda")) is None
     assert _predictor.nearest_artifact() != path
+
+
+# ---- GPUs -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+
+
+ON_CUDA = conv_problem(8, 64, 56, 56, 64, 3, 3, padding=1, dtype="float32", device="cuda", tf32=True, threads=16)
+
+
+def test_a_gpu_without_a_model_is_native_without_a_word(a_gpu, tmp_path, monkeypatch, recwarn):
+    monkeypatch.setattr(inference, "artifact_path", lambda family: tmp_path / f"{family}.npz")
+    for size in (8, 9, 10):
+        problem = ON_CUDA._replace(H=size)
+        choice = dispatch.choice_for(problem, convselect.settings.current())
+        assert (choice.algorithm, choice.source) == ("native", "fallback")
+    assert _predictor._of_gpu == {"cuda-sm90": None}
+    assert not [w for w in recwarn if issubclass(w.category, convselect.ConvselectWarning)]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert _predictor.get_for(ON_CUDA) is None
+
+
+def test_a_gpu_is_asked_of_its_own_model(a_gpu, tmp_path, monkeypatch):
+    other = inference.Predictor.load(some_artifact())
+    card = dataclasses.replace(
+        other.card, family="cuda-sm90", device="cuda", tf32=True, host_flags={}, dtypes=("bfloat16", "float32")
+    )
+    inference.save(tmp_path / "cuda-sm90.npz", card, other._arrays)
+    monkeypatch.setattr(inference, "artifact_path", lambda family: tmp_path / f"{family}.npz")
+    found = _predictor.get_for(ON_CUDA)
+    assert found is not None
+    assert found.card.family == "cuda-sm90"
+    prediction = found.predict(ON_CUDA)
+    assert prediction.margin == card.margin  # the host's threads do not count
+    assert list(prediction.ranked) == list(found.predict(ON_CUDA._replace(threads=1)).ranked)
+    assert found.predict(ON_CUDA._replace(dtype="bfloat16", tf32=False)) is not None
+    assert found.predict(ON_CUDA._replace(device="cpu")) is None
+    plain = inference.Predictor(dataclasses.replace(card, tf32=False), dict(found._arrays), {})
+    assert plain.predict(ON_CUDA) is None
+    assert plain.predict(ON_CUDA._replace(tf32=False)) is not None
+    convselect.unload()
+    assert not _predictor._of_gpu
+
+
+def test_a_damaged_model_of_a_gpu_is_native_after_one_warning(a_gpu, tmp_path, monkeypatch):
+    (tmp_path / "cuda-sm90.npz").write_bytes(b"no model")
+    monkeypatch.setattr(inference, "artifact_path", lambda family: tmp_path / f"{family}.npz")
+    with pytest.warns(convselect.ConvselectWarning, match="on this GPU") as caught:
+        assert _predictor.get_for(ON_CUDA) is None
+        assert _predictor.get_for(ON_CUDA._replace(H=8)) is None
+    assert len(caught) == 1

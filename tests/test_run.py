@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from benchmarks import _classes, _kernels, _networks, run
+from benchmarks import compile as compiling
 from benchmarks._classes import CLASSES
 from benchmarks._kernels import Measured
 from convselect.kernels import BY_NAME, Algorithm, Grade
@@ -260,3 +261,50 @@ def test_training(tiny_network):
     assert {"eager", "converted", "eager channels_last", "converted channels_last"} == result.gain.keys()
     assert max(result.error.values()) < 1e-5
     assert not result.missing
+
+
+# ---- compiled -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tiny_compiled(tiny_network, monkeypatch):
+    """Networks "compiled" by marking them: what a compiler makes of them is not this test's business."""
+    monkeypatch.setattr(compiling, "build", _networks.build)
+    monkeypatch.setattr(torch, "compile", lambda model: nn.Sequential(model))
+
+
+def test_compiled_sides_are_measured_in_both_modes(tiny_compiled):
+    for measure in (compiling.inference, compiling.training):
+        result = measure("tiny", size=6, seconds=0.05)
+        assert result.median_us.keys() == result.error.keys() == set(compiling.SIDES)
+        assert max(result.error.values()) < 1e-5
+        assert result.rounds > 0
+        median, p20, p80 = result.over_compiled
+        assert p20 <= median <= p80
+        assert compiling.table([result]).row_count == 1
+
+
+def test_a_wrong_compiled_network_is_not_timed(tiny_compiled, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda model: lambda x: 1.001 * model(x))
+    result = compiling.inference("tiny", size=None, seconds=0.05)
+    assert set(result.median_us) == {"eager", "converted"}
+    assert set(result.missing) == {"compiled", "compiled converted"}
+    assert result.over_compiled is None
+    assert compiling.table([result]).row_count == 1
+
+
+def test_the_compile_benchmark_writes_json(tiny_compiled, monkeypatch, tmp_path):
+    from typer.testing import CliRunner
+
+    monkeypatch.setitem(compiling.MODELS, "tiny", None)
+    out = tmp_path / "run.json"
+    arguments = ["tiny", "--seconds", "0.05", "--no-training", "--no-malloc-tuning", "--out", str(out)]
+    threads = torch.get_num_threads()
+    done = CliRunner().invoke(compiling.app, arguments)
+    torch.set_num_threads(threads)
+    assert done.exit_code == 0, done.output
+    written = json.loads(out.read_text())
+    assert [r["network"] for r in written["results"]] == ["tiny"]
+    assert written["arguments"]["networks"] == ["tiny"]
+    assert "device" in written["environment"]
+    assert CliRunner().invoke(compiling.app, ["no_such_network"]).exit_code == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import signal
@@ -9,12 +10,15 @@ import sqlite3
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from convselect.model.dataset import Row
+from convselect import _cli_store
+from convselect.model.dataset import Row, read_measurements
 from convselect.problem import conv_problem
-from convselect.store import SCHEMA_VERSION, Store, StoreError, fingerprint, is_store, pool_mark, user_cache
+from convselect.store import SCHEMA_VERSION, Store, StoreError, export, fingerprint, is_store, pool_mark, user_cache
 
 HERE = {"family": "cpu-x86-avx2-c", "device": "a processor", "torch": "2.13.0", "host_flags": {"avx512_bf16": False}}
 P1 = conv_problem(1, 8, 9, 9, 8, 3, 3, padding=1)
@@ -78,6 +82,43 @@ def test_drifting_blocks_can_be_left_out(tmp_path):
         assert store.drift(here) == {0: pytest.approx(1.02), 1: pytest.approx(1.25)}
         assert len(store.rows()) == 2
         assert [row.problem for row in store.rows(max_drift=1.05)] == [P1]
+
+
+def test_export_is_read_back_as_the_store_is(tmp_path):
+    path = tmp_path / "s.sqlite"
+    with Store(path) as store:
+        here = store.environment(HERE)
+        for block, (problem, after) in enumerate(((P1, 102.0), (P2, 80.0))):
+            store.add(here, rows_of(problem, "native"), pool="p", block=block)
+            store.add_sentinel(here, block, 100.0, after)
+        for name in ("a.csv", "a.csv.gz"):
+            assert export(store, tmp_path / name) == 2
+            assert read_measurements([tmp_path / name]) == read_measurements([path])
+        assert export(store, tmp_path / "b.csv", max_drift=1.05) == 1
+        assert [row.problem for row in read_measurements([tmp_path / "b.csv"])[0]] == [P1]
+        assert json.loads((tmp_path / "b.csv.env.json").read_text())["blocks"] == {"all": 2, "drifting": 1}
+        store.environment({**HERE, "family": "g"})
+        with pytest.raises(ValueError, match="2 machines"):
+            export(store, tmp_path / "c.csv")
+    with Store(tmp_path / "empty.sqlite") as store, pytest.raises(ValueError, match="no measurements"):
+        export(store, tmp_path / "c.csv")
+    assert not (tmp_path / "c.csv").exists()
+
+
+def test_the_command_line_shows_and_exports(tmp_path):
+    path = tmp_path / "s.sqlite"
+    with Store(path) as store:
+        store.add(store.environment(HERE), rows_of(P1, "native"), pool="p")
+    run = CliRunner().invoke(_cli_store.app, ["show", str(path)])
+    assert run.exit_code == 0
+    assert run.output.split()[-5:] == ["1", "0", "1", "0", "0"]
+    assert CliRunner().invoke(_cli_store.app, ["export", str(path), str(tmp_path / "o.csv")]).exit_code == 0
+    assert len(read_measurements([tmp_path / "o.csv"])[0]) == 1
+    for command in (["show", "nowhere"], ["export", "nowhere", "o.csv"], ["show", __file__]):
+        failed = CliRunner().invoke(_cli_store.app, command)
+        assert failed.exit_code == 2
+        assert f"convselect store {command[0]}: " in failed.output
+    assert not Path("nowhere").exists()
 
 
 def test_an_error_leaves_nothing_of_a_problem(tmp_path):

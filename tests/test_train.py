@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from convselect.choose import GRADE_OF_PRECISION, choose
+from convselect.features import FEATURE_NAMES
 from convselect.kernels import BY_NAME
 from convselect.model import dataset, evaluate, targets, train
 from convselect.model.dataset import (
@@ -396,8 +397,21 @@ def test_times_of_different_machines_are_not_mixed(tmp_path: Path):
         train.train([here], "cpu-x86-avx2", tmp_path, QUICK)
 
 
+def test_ignored_features_have_no_say():
+    table = Table.from_rows(synthetic(40))
+    x = train.design(table.problems)
+    model = train.fit(x, table.times_us, train.Recipe(steps=30, ignored=("waste_gemm", "twos_C/G")))
+    changed = x.clone()
+    columns = [i for i, name in enumerate(FEATURE_NAMES) if name.startswith(("waste_gemm", "twos_C/G"))]
+    changed[:, columns] = torch.rand(len(x), len(columns))
+    assert len(columns) == 15
+    assert torch.equal(model(x), model(changed))
+    changed[:, FEATURE_NAMES.index("twos_C")] += 1
+    assert not torch.equal(model(x), model(changed))
+
+
 def test_more_algorithms_than_the_parameter_bound_admits_are_refused():
-    x = torch.zeros(4, 55)
+    x = torch.zeros(4, len(FEATURE_NAMES))
     with pytest.raises(ValueError, match="the bound is 80978"):
         train.fit(x, np.ones((4, 90)), QUICK)
     with pytest.raises(ValueError, match="too few"):

@@ -23,6 +23,7 @@ HELD_SPECTRUM_BYTES = 80 * 2**20
 # the spectrum in the order that the products per frequency want: half the time of a transform and a transposition.
 MAX_PRUNED_TAPS = 32
 CPU_PIECE_BYTES, GPU_PIECE_BYTES = 2**20, 32 * 2**20  # an L2 cache; enough for a full launch
+GPU_SPECTRUM_BYTES = 128 * 2**20  # fewer, larger launches: neither pages nor caches set a limit there
 
 KERNEL_TILES = (16, 24, 32, 48, 64)
 """Tile sides that `csrc/fft.inc` knows."""
@@ -130,14 +131,14 @@ def plan_of(p: ConvProblem, tile: int | None) -> Plan:
     cpu = p.device == "cpu"
     piece_bytes = CPU_PIECE_BYTES if cpu else GPU_PIECE_BYTES
     # Products of spectra do nothing but move memory: small chunks keep the whole pipeline in cache.
-    target = 2 * piece_bytes if elementwise else SPECTRUM_BYTES
+    target = GPU_SPECTRUM_BYTES if not cpu else 2 * piece_bytes if elementwise else SPECTRUM_BYTES
     per_group = max(inner * outer, inner + outer) * plane
     groups = max(1, min(p.groups, target // per_group))
     outer_chunk = outer
     if inner * outer * plane > target:
         # The streamed operand's spectrum is held while outer channels pass by, or (backward weight) the other way.
         if not elementwise:
-            target = HELD_SPECTRUM_BYTES
+            target = HELD_SPECTRUM_BYTES if cpu else GPU_SPECTRUM_BYTES
         held = target if p.direction == Direction.BACKWARD_WEIGHT else max(target // 4, 2**21)
         outer_chunk = max(1, min(outer, held // (inner * plane)))
     inner_chunk = inner

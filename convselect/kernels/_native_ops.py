@@ -29,6 +29,8 @@ def native_workspace_bytes(problem: ConvProblem) -> int:
     padded = 0
     if not p.symmetric_padding:
         padded = 2 * p.N * p.C * (p.H + p.pad_bottom + p.pad_top) * (p.W + p.pad_left + p.pad_right) * p.element_bytes
+    if p.device == "cuda":  # both operands and the result moved to another layout; cuDNN's workspace comes beside
+        return p.x_bytes + p.y_bytes + 2 * p.weight_bytes + padded
     # An image of the batch is unfolded per thread; PyTorch's slow weight gradient unfolds the whole batch.
     return 4 * (p.x_bytes + p.y_bytes) + 2 * p.weight_bytes + max(p.threads, p.N) * unfolded + padded
 

@@ -14,6 +14,7 @@ This module imports Triton only when it is used. Kernels lie in modules of their
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import importlib
 import importlib.util
@@ -73,6 +74,23 @@ class Launch:
     def __post_init__(self) -> None:
         if any(not 0 < n <= most for n, most in zip(self.grid, MAX_GRID, strict=True)):
             raise ValueError(f"{self.kernel} cannot have a grid of {self.grid}")
+        if unknown := set(self.pointers) - POINTER_TYPES.keys():
+            raise ValueError(f"{self.kernel} cannot have pointers to {', '.join(sorted(unknown))}")
+        if len(dict(self.constants)) < len(self.constants):
+            raise ValueError(f"{self.kernel} has a constant twice: {[name for name, _ in self.constants]}")
+        if self.num_warps not in (1, 2, 4, 8, 16, 32) or self.num_stages < 1:
+            raise ValueError(f"{self.kernel} cannot have {self.num_warps} warps and {self.num_stages} stages")
+        # Asked for at every call, of some thirty values.
+        values = (self.module, self.kernel, self.grid, self.pointers, self.constants, self.num_warps, self.num_stages)
+        object.__setattr__(self, "_hash", hash(values))
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined, no-any-return]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Hashes of strings differ between processes.
+        values = (self.module, self.kernel, self.grid, self.pointers, self.constants, self.num_warps, self.num_stages)
+        return Launch, values
 
     def function(self) -> Any:
         """The `triton.jit` function; imports Triton."""
@@ -87,6 +105,7 @@ def installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+@functools.cache  # the variable is read once, when kernels are decorated
 def interpreting() -> bool:
     """Whether Triton kernels of this process run in Triton's interpreter, on tensors of the CPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"
@@ -123,9 +142,14 @@ def architecture() -> int:
     """10 * major + minor of the current GPU; 90 where there is none."""
     if _assumed_arch:
         return _assumed_arch[-1]
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_initialized() and not torch.cuda.is_available():
         return 90
-    major, minor = torch.cuda.get_device_capability()
+    return _architecture_of(torch.cuda.current_device())
+
+
+@functools.cache
+def _architecture_of(device: int) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
 
 
@@ -149,7 +173,7 @@ def configurations(algorithm: str, kernel: str) -> list[dict[str, Any]]:
     by_arch: dict[str, list[dict[str, Any]]] = _configurations(algorithm)["kernels"][kernel]
     known = sorted(int(name.removeprefix("sm_")) for name in by_arch)
     older = [arch for arch in known if arch <= architecture()]
-    return by_arch[f"sm_{older[-1] if older else known[0]}"]
+    return [dict(one) for one in by_arch[f"sm_{older[-1] if older else known[0]}"]]
 
 
 def dot_precision(problem: ConvProblem) -> str:
@@ -230,26 +254,66 @@ class _Handle:
 _lock = threading.Lock()
 _handles: dict[tuple[Launch, int], Future[_Handle]] = {}
 _pool: list[ThreadPoolExecutor] = []
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+
+
+@functools.cache
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+@contextlib.contextmanager
+def _beside_captures() -> Iterator[None]:
+    """Within this context the calling thread may allocate and load modules while another thread captures a graph, which
+    would otherwise be spoilt by it."""
+    mode = ctypes.c_int(_RELAXED)
+    try:
+        exchange = _driver().cuThreadExchangeStreamCaptureMode
+    except (OSError, AttributeError):
+        yield
+        return
+    exchange(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
 
 
 def _compile_on(launch: Launch, device: int) -> _Handle:
-    with torch.cuda.device(device):
+    with torch.cuda.device(device), _beside_captures():
         return _Handle(launch)
 
 
-def _future(launch: Launch, device: int, *, start: bool) -> Future[_Handle] | None:
-    key = (launch, device)
-    future = _handles.get(key)
-    if future is None and start:
-        with _lock:
+def _begin(launch: Launch, device: int) -> Future[_Handle] | None:
+    """The future of a launch that was not asked for yet; None, and nothing begun, while a graph is being captured."""
+    if _capturing():
+        return None
+    with _lock:
+        future = _handles.get((launch, device))
+        if future is None:
             if not _pool:
                 _pool.append(ThreadPoolExecutor(max_workers=2, thread_name_prefix="convselect-compile"))
-            future = _handles.get(key)
-            if future is None:
-                while len(_handles) >= KEPT:
-                    del _handles[next(iter(_handles))]
-                future = _handles[key] = _pool[0].submit(_compile_on, launch, device)
+            while len(_handles) >= KEPT:
+                del _handles[next(iter(_handles))]
+            future = _handles[launch, device] = _pool[0].submit(_compile_on, launch, device)
     return future
+
+
+def _end(*, fork: bool = False) -> None:
+    """Drop what is still to be compiled: a process that ends must not wait for it, and a fork has no threads for it."""
+    global _lock
+    if fork:
+        _lock = threading.Lock()
+        _handles.clear()
+    elif _pool:
+        _pool[0].shutdown(wait=False, cancel_futures=True)
+    _pool.clear()
+
+
+# `atexit` would come after the interpreter has waited for the pool's threads.
+getattr(threading, "_register_atexit", lambda _: None)(_end)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=functools.partial(_end, fork=True))
 
 
 def _capturing() -> bool:
@@ -266,13 +330,15 @@ def ready(launches: Sequence[Launch]) -> bool:
     if interpreting():
         return True
     device = torch.cuda.current_device()
-    futures = [_future(launch, device, start=not _capturing()) for launch in launches]
-    if any(future is None or not future.done() for future in futures):
-        return False
-    for future in futures:
-        assert future is not None
-        future.result()
-    return True
+    all_done = True
+    for launch in launches:
+        future = _handles.get((launch, device)) or _begin(launch, device)
+        if future is None or not future.done():
+            all_done = False
+        elif (error := future.exception()) is not None:
+            # Raised at every call: without this, each would add to the same traceback.
+            raise error.with_traceback(None)
+    return all_done
 
 
 def run(launch: Launch, *tensors: Tensor) -> None:
@@ -289,7 +355,7 @@ def run(launch: Launch, *tensors: Tensor) -> None:
         launch.function()[launch.grid](*tensors, **dict(launch.constants))
         return
     device = tensors[0].device.index
-    future = _future(launch, device, start=not _capturing())
+    future = _handles.get((launch, device)) or _begin(launch, device)
     if future is None:
         raise RuntimeError(f"{launch.kernel} is not compiled yet, and cannot be during the capture of a CUDA graph")
     handle = future.result()
@@ -308,10 +374,32 @@ def aligned(t: Tensor) -> Tensor:
 # ---- the base of the algorithms ---------------------------------------------------------------------------------
 
 
+def _remembered(launches: Any) -> Any:
+    @functools.lru_cache(maxsize=KEPT)
+    def made(algorithm: TritonAlgorithm, problem: ConvProblem, _: int, items: Any) -> tuple[Launch, ...]:
+        return tuple(launches(algorithm, problem, None if items is None else dict(items)))
+
+    @functools.wraps(launches)
+    def remembered(self: TritonAlgorithm, problem: ConvProblem, params: Params = None) -> tuple[Launch, ...]:
+        items = None if params is None else tuple(params.items())
+        try:
+            hash(items)
+        except TypeError:
+            return tuple(launches(self, problem, params))
+        return made(self, problem, architecture(), items)
+
+    return remembered
+
+
 class TritonAlgorithm(Algorithm):
     """An algorithm made of Triton launches. `params` is one of `configs(problem)`, by default the first."""
 
     devices = frozenset({"cuda"})
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        if "launches" in cls.__dict__:
+            cls.launches = _remembered(cls.__dict__["launches"])  # type: ignore[method-assign]
 
     def why_not(self, problem: ConvProblem) -> str | None:
         return missing(problem) or self.why_not_shape(problem)
@@ -327,7 +415,8 @@ class TritonAlgorithm(Algorithm):
 
     @abstractmethod
     def launches(self, problem: ConvProblem, params: Params = None) -> tuple[Launch, ...]:
-        """What runs, in order."""
+        """What runs, in order. Made once per problem, parameters and architecture, and remembered: it is asked for at
+        every call."""
 
     def ready(self, problem: ConvProblem, params: Params = None) -> bool:
         return ready(self.launches(problem, params))

@@ -36,6 +36,7 @@ from torch import Tensor
 from convselect.kernels import _library
 from convselect.kernels._common import compute_dtype
 from convselect.kernels._contract import Algorithm, Grade, Params
+from convselect.kernels._cuda_flags import product_rounds_too_much
 from convselect.kernels._fft_plan import KERNEL_TILES, MAX_TILED_EXTENT, Plan, kernel_tile_side, plan_of, tile_side
 from convselect.problem import ConvProblem, Direction
 
@@ -292,6 +293,9 @@ class Fft(Algorithm):
     name = "fft"
     devices = frozenset({"cpu", "cuda"})
     spreads_nonfinite = True
+
+    def ready(self, problem: ConvProblem, params: Params = None) -> bool:
+        return not product_rounds_too_much(problem)
 
     def _tile(self, problem: ConvProblem, params: Params) -> int | None:
         return None

@@ -22,11 +22,38 @@ from torch import Tensor
 from convselect import settings
 from convselect.kernels._common import cast_bytes, compute_dtype, compute_element_bytes
 from convselect.kernels._contract import Algorithm, Grade, Params
+from convselect.kernels._cuda_flags import product_rounds_too_much
 from convselect.problem import CHANNELS_LAST, ConvProblem
 
 # Of 1 to 64 MiB, measured on layers of ResNet-18 and VGG-16: level on small images; on 224 x 224, 2 MiB is a quarter
 # faster than 8 and more, and 1 MiB sometimes loses.
 COLUMN_BYTES = 2 * 2**20
+# A GPU's GEMMs want all pixels at once, and its caches hold no column block anyway: one launch for many images.
+GPU_COLUMN_BYTES = 256 * 2**20
+
+
+def _dtype(p: ConvProblem) -> torch.dtype:
+    """What matrices hold. GPUs multiply 16-bit matrices with sums in float32, so nothing is cast there."""
+    return p.torch_dtype if p.device == "cuda" else compute_dtype(p)
+
+
+def _element_bytes(p: ConvProblem) -> int:
+    return p.element_bytes if p.device == "cuda" else compute_element_bytes(p)
+
+
+def _wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """`torch.bmm(a, b)` unrounded: in float32 where a and b are 16-bit matrices."""
+    if a.element_size() > 2:
+        return torch.bmm(a, b)
+    return torch.bmm(a, b, out_dtype=torch.float32) if a.is_cuda else torch.bmm(a.float(), b.float())
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, total in `compute_dtype`."""
+    if a.dtype == total.dtype:
+        total.baddbmm_(a, b)
+    else:
+        total.add_(_wide_product(a, b))
 
 
 def _is_whole_image(p: ConvProblem) -> bool:
@@ -36,7 +63,7 @@ def _is_whole_image(p: ConvProblem) -> bool:
 
 def _chunks(p: ConvProblem, params: Params) -> Iterator[tuple[int, int, int, int]]:
     """(first image, last image, first output row, last output row) such that the columns of each fit the budget."""
-    per_row = (p.C * p.R * p.S) * p.Q * compute_element_bytes(p)
+    per_row = (p.C * p.R * p.S) * p.Q * _element_bytes(p)
     budget = _column_budget(p, params)
     if per_row * p.P <= budget:
         images = max(1, min(p.N, budget // (per_row * p.P)))
@@ -52,12 +79,13 @@ def _chunks(p: ConvProblem, params: Params) -> Iterator[tuple[int, int, int, int
 def _column_budget(p: ConvProblem, params: Params) -> int:
     if params and "column_bytes" in params:
         return int(params["column_bytes"])
-    return min(COLUMN_BYTES, max(settings.current().workspace_bytes, 1))
+    allowed = max(settings.current().workspace_bytes, 1)
+    return min(GPU_COLUMN_BYTES, allowed // 2) if p.device == "cuda" else min(COLUMN_BYTES, allowed)
 
 
 def _column_bytes(p: ConvProblem) -> int:
     """The largest unfolded piece that `_chunks` makes."""
-    per_row = (p.C * p.R * p.S) * p.Q * compute_element_bytes(p)
+    per_row = (p.C * p.R * p.S) * p.Q * _element_bytes(p)
     budget = _column_budget(p, None)
     if per_row * p.P <= budget:
         return per_row * p.P * max(1, min(p.N, budget // (per_row * p.P)))
@@ -75,26 +103,31 @@ class Im2colGemm(Algorithm):
         return Grade.DIRECT
 
     def workspace_bytes(self, problem: ConvProblem) -> int:
-        p, size = problem, compute_element_bytes(problem)
+        p, size = problem, _element_bytes(problem)
         x, y, weight = (b // p.element_bytes for b in (p.x_bytes, p.y_bytes, p.weight_bytes))
-        casts = cast_bytes(p, x, y, weight)
+        # On a GPU a weight gradient is summed in float32, and backward data's columns are.
+        casts = 8 * weight if p.device == "cuda" else cast_bytes(p, x, y, weight)
         # Packed copies of strided operands, the result before its last copy, a transposed weight.
         copies = size * (x + y + 2 * weight)
         if p.is_pointwise or _is_whole_image(p):
             return casts + copies
         if p.direction == "backward_data":
             images, channels = _scatter_chunk(p)
-            columns = images * channels * p.R * p.S * p.P * p.Q * size
-            padded = images * channels * (p.H + p.pad_top + p.pad_bottom) * (p.W + p.pad_left + p.pad_right) * size
+            columns = images * channels * p.R * p.S * p.P * p.Q * compute_element_bytes(p)
+            padded = images * channels * (p.H + p.pad_top + p.pad_bottom) * (p.W + p.pad_left + p.pad_right)
+            padded *= compute_element_bytes(p)
             return casts + copies + 2 * columns + padded
         padded = p.N * p.C * (p.H + p.pad_top + p.pad_bottom) * (p.W + p.pad_left + p.pad_right) * size
-        images = max(1, _column_bytes(p) // max(1, p.C * p.R * p.S * p.P * p.Q * size))
+        images = min(p.N, max(1, _column_bytes(p) // max(1, p.C * p.R * p.S * p.P * p.Q * size)))
         return casts + copies + padded + _column_bytes(p) + images * p.K * p.P * p.Q * size
+
+    def ready(self, problem: ConvProblem, params: Params = None) -> bool:
+        return not product_rounds_too_much(problem)
 
     # ---- forward ------------------------------------------------------------------------------------------------
 
     def forward(self, x: Tensor, weight: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
-        p, dtype = problem, compute_dtype(problem)
+        p, dtype = problem, _dtype(problem)
         x, weight, out_dtype = x.to(dtype), weight.to(dtype), x.dtype
         if _is_whole_image(p):
             y = torch.bmm(
@@ -116,6 +149,13 @@ class Im2colGemm(Algorithm):
         y = torch.empty(p.y_shape, dtype=x.dtype, device=x.device)
         flat = y.view(p.N, G, p.K // G, p.P * p.Q)
         for n0, n1, r0, r1, columns in self._columns_contiguous(x, p, params):
+            if p.device == "cuda":  # one launch for all images
+                product = torch.bmm(
+                    w.repeat(n1 - n0, 1, 1) if G > 1 else w.expand(n1 - n0, -1, -1), columns.flatten(0, 1)
+                )
+                flat[n0:n1, :, :, r0 * p.Q : r1 * p.Q] = product.view(n1 - n0, G, p.K // G, -1)
+                del columns, product
+                continue
             for image in range(n1 - n0):
                 target = flat[n0 + image, :, :, r0 * p.Q : r1 * p.Q]
                 if G == 1:
@@ -169,7 +209,7 @@ class Im2colGemm(Algorithm):
     # ---- backward -----------------------------------------------------------------------------------------------
 
     def backward_data(self, grad_y: Tensor, weight: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
-        p, G, dtype = problem, problem.groups, compute_dtype(problem)
+        p, G, dtype = problem, problem.groups, _dtype(problem)
         g, weight, out_dtype = grad_y.to(dtype), weight.to(dtype), grad_y.dtype
         w = weight.reshape(G, p.K // G, -1)  # (G, K/G, C/G*R*S)
         if _is_whole_image(p):
@@ -197,7 +237,7 @@ class Im2colGemm(Algorithm):
             for group in range(0, G, groups):
                 for c in range(0, per_group, channels):
                     part = w[group : group + groups, :, c : c + channels].flatten(2).mT
-                    columns = torch.matmul(part, g[n : n + images, group : group + groups])
+                    columns = self._back_columns(part, g[n : n + images, group : group + groups])
                     target = grad[n : n + images, group : group + groups, c : c + channels]
                     folded = F.fold(
                         columns.reshape(columns.shape[0], -1, p.P * p.Q), size, (p.R, p.S), p.dilation, 0, p.stride
@@ -207,18 +247,25 @@ class Im2colGemm(Algorithm):
                     del columns, folded
         return grad.view(p.x_shape)
 
+    def _back_columns(self, part: Tensor, g: Tensor) -> Tensor:
+        """part (groups, c, k) @ g (images, groups, k, pixels); unrounded where both are 16-bit."""
+        if part.element_size() > 2:
+            return torch.matmul(part, g)
+        product = _wide_product(part.expand(g.shape[0], -1, -1, -1).flatten(0, 1), g.flatten(0, 1))
+        return product.view(*g.shape[:2], *product.shape[1:])
+
     def backward_weight(self, x: Tensor, grad_y: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
-        p, G, dtype = problem, problem.groups, compute_dtype(problem)
+        p, G, dtype = problem, problem.groups, _dtype(problem)
         x, g, out_dtype = x.to(dtype), grad_y.to(dtype), x.dtype
         if _is_whole_image(p):
             columns = x.reshape(p.N, G, -1).transpose(0, 1)
             grad = torch.bmm(g.reshape(p.N, G, -1).transpose(0, 1).mT, columns).reshape(p.weight_shape)
-        elif p.layout == CHANNELS_LAST:
+        elif p.layout == CHANNELS_LAST or p.device == "cuda":  # a GPU sums over all pixels in one product
             flat = g.permute(0, 2, 3, 1).reshape(-1, G, p.K // G)
-            total = torch.zeros(G, p.R * p.S * p.C // G, p.K // G, dtype=dtype, device=x.device)
+            total = torch.zeros(G, p.R * p.S * p.C // G, p.K // G, dtype=compute_dtype(p), device=x.device)
             for n0, n1, r0, r1, columns in self._columns_channels_last(x, p, params):
                 part = flat[(n0 * p.P + r0) * p.Q : ((n1 - 1) * p.P + r1) * p.Q].transpose(0, 1)
-                total.baddbmm_(columns.mT, part)
+                _add_product(total, columns.mT, part)
                 del columns
             grad = total.view(G, p.R, p.S, p.C // G, p.K // G).permute(0, 4, 3, 1, 2).reshape(p.weight_shape)
         else:

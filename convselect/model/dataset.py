@@ -28,7 +28,8 @@ class Row(NamedTuple):
 
     `status` is "ok"; "censored": dropped after the first rounds as hopeless, with the time of those; "wrong": its
     result was, and it was never timed; "failed": it raised. `clock` says what the times are: "thread" CPU time of the
-    calling thread (one thread), or "wall". `wall_us` is the median wall time of the same calls. Times in us, NaN
+    calling thread (one thread), "wall", or "event", a GPU's own. `wall_us` is the median wall time of the same calls
+    (with events: of the GPU). Times in us, NaN
     where there are none. `repeat` is 1 for a second, independent measurement, which tells how far the first can be
     trusted; else 0.
     """
@@ -81,17 +82,30 @@ def append_rows(path: str | Path, rows: Iterable[Row]) -> None:
 
     A line that an interrupted write left unfinished is removed first.
     """
+    text = _lines(rows)
+    with Path(path).open("a+b") as file:
+        whole = _whole_bytes(file)
+        file.truncate(whole)
+        file.write((("" if whole else _HEADER_LINE) + text).encode())
+
+
+def write_rows(path: str | Path, rows: Iterable[Row]) -> None:
+    """Write rows to a file of their own (`.gz`: compressed; the same rows give the same bytes)."""
+    data = (_HEADER_LINE + _lines(rows)).encode()
+    Path(path).write_bytes(gzip.compress(data, mtime=0) if Path(path).suffix == ".gz" else data)
+
+
+_HEADER_LINE = ",".join(HEADER) + "\n"
+
+
+def _lines(rows: Iterable[Row]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     for row in rows:
         times = [f"{getattr(row, name):.3f}" for name in _TIMES]
         head = [row.algorithm, row.revision, row.status, row.clock]
         writer.writerow([row.model, kernel_class(row.problem), *row.problem, *head, *times, row.rounds, row.repeat])
-    with Path(path).open("a+b") as file:
-        whole = _whole_bytes(file)
-        file.truncate(whole)
-        header = "" if whole else ",".join(HEADER) + "\n"
-        file.write((header + text.getvalue()).encode())
+    return text.getvalue()
 
 
 def _whole_bytes(file: BinaryIO) -> int:
@@ -165,7 +179,8 @@ def environment_path(path: str | Path) -> Path:
     return Path(f"{path}.env.json")
 
 
-_MACHINE = ("family", "host_flags", "device", "torch")
+MACHINE = ("family", "host_flags", "device", "torch")
+"""What of an environment must be equal for times to be mixed."""
 
 
 def read_measurements(paths: Sequence[str | Path], max_drift: float | None = None) -> tuple[list[Row], dict[str, Any]]:
@@ -190,7 +205,7 @@ def read_measurements(paths: Sequence[str | Path], max_drift: float | None = Non
         else:
             environments = [json.loads(environment_path(path).read_text())["machine"]]
             rows += read_rows(path)
-        machines += [(str(path), {name: one[name] for name in _MACHINE}) for one in environments]
+        machines += [(str(path), {name: one[name] for name in MACHINE}) for one in environments]
     for path, machine in machines:
         if machine != machines[0][1]:
             raise ValueError(f"{path} was measured on {machine}, {machines[0][0]} on {machines[0][1]}")

@@ -125,6 +125,14 @@ def best_margin(gains: Floats, times_us: Floats, native: int | None = 0) -> floa
     return min(cheap, key=lambda m: (found[m]["slower_than_native_share"], m))
 
 
+def source_of(model: str) -> str:
+    """What kind of list a layer is from: "network"; "random"; or "test list", the edge cases that libraries test
+    themselves with and no network has. The models of those are named `library:list`."""
+    if family_of(model).startswith("loguniform"):
+        return "random"
+    return "test list" if ":" in model else "network"
+
+
 def by_group(table: Table) -> dict[str, list[str]]:
     """Title -> the group each problem is in."""
     return {
@@ -132,7 +140,7 @@ def by_group(table: Table) -> dict[str, list[str]]:
         "by_kernel_class": [kernel_class(p) for p in table.problems],
         "by_dtype": [p.dtype for p in table.problems],
         # Random layers have no relatives to be kept apart from, and are easier or harder than those of networks.
-        "by_source": ["random" if family_of(m).startswith("loguniform") else "network" for m in table.models],
+        "by_source": [source_of(m) for m in table.models],
         "by_threads": [str(p.threads) for p in table.problems],
     }
 

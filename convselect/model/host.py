@@ -35,6 +35,13 @@ def family_of_host(capability: str, machine: str | None = None, c_kernels: bool 
     return f"cpu-{_MACHINES.get(machine, machine)}-{capability.lower().replace(' ', '-')}{suffix}"
 
 
+def family_of_cuda(capability: tuple[int, int]) -> str:
+    """Name of a GPU's device family by its compute capability, for example "cuda-sm90". Cards of one
+    capability differ in size and bandwidth, but fall off the same fast paths."""
+    major, minor = capability
+    return f"cuda-sm{major}{minor}"
+
+
 def host_flags(
     capability: str | None = None,
     capabilities: Mapping[str, object] | None = None,

@@ -54,6 +54,7 @@ class Card:
         margin: predicted ln(t_native / t) up to which native should be kept.
         dtypes: element types with enough measured problems.
         device: device kind of the measured problems.
+        tf32: whether float32 problems computed in TF32 were measured.
         host_flags: the processor features of `SIXTEEN_BIT_FLAGS` on the measuring machine.
         threads: thread counts measured.
         revisions: algorithm name -> `Algorithm.revision` that was measured.
@@ -77,6 +78,7 @@ class Card:
     figures: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     limits: str = ""
     sharpness: float | None = None
+    tf32: bool = False
     feature_names: tuple[str, ...] = FEATURE_NAMES
     features_version: int = FEATURES_VERSION
     format_version: int = FORMAT_VERSION
@@ -259,10 +261,13 @@ class Predictor:
 
     def predict(self, problem: ConvProblem) -> Prediction | None:
         """The predicted ranking; None for what this artifact was not measured on (device kind, element type, 16-bit
-        support of the processor, float32 computed in less) and for problems with nothing to compute. Any thread count
+        support of the processor, TF32) and for problems with nothing to compute. Any thread count
         is accepted."""
-        if problem.device != self.card.device or problem.dtype not in self._covered or problem.tf32:
+        card = self.card
+        if problem.device != card.device or problem.dtype not in self._covered or (problem.tf32 and not card.tf32):
             return None
+        if problem.device != "cpu":
+            problem = problem._replace(threads=1)  # of the host: nothing to a GPU
         try:
             x = features(problem)
         except ValueError:

@@ -137,14 +137,14 @@ def _call(
 def _check(algorithm: Algorithm, a: Tensor, b: Tensor, problem: ConvProblem, want: Tensor) -> str:
     try:
         got = algorithm.run(a, b, problem)
-    except Exception as error:  # whatever it is, it must not end the collection, nor pass unseen
-        print(f"{algorithm.name} failed on {problem}: {type(error).__name__}: {error}", file=sys.stderr)
+    except Exception as raised:  # whatever it is, it must not end the collection, nor pass unseen
+        print(f"{algorithm.name} failed on {problem}: {type(raised).__name__}: {raised}", file=sys.stderr)
         return "failed"
     if got.shape != want.shape or got.dtype != problem.torch_dtype:
         return "wrong"
-    error, size = torch.linalg.vector_norm(got.double() - want).item(), torch.linalg.vector_norm(want).item()
+    distance, size = torch.linalg.vector_norm(got.double() - want).item(), torch.linalg.vector_norm(want).item()
     # NaN is wrong; and where every window lies in the padding, only zeros are right.
-    return "ok" if error <= ERROR_BOUNDS[problem.dtype] * size else "wrong"
+    return "ok" if distance <= ERROR_BOUNDS[problem.dtype] * size else "wrong"
 
 
 def _timed(

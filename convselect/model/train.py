@@ -12,6 +12,7 @@ folds other than the judged one. The shipped network is then trained on everythi
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -22,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from convselect.features import features
+from convselect.features import FEATURE_NAMES, features
 from convselect.model import reformer
 from convselect.model.dataset import Table, family_of, is_wide, kernel_class, read_measurements, read_wide
 from convselect.model.evaluate import (
@@ -48,6 +49,10 @@ PLAN_COST_US = {Direction.FORWARD: 25.0, Direction.BACKWARD_DATA: 60.0, Directio
 """What running through a plan costs beyond the algorithm itself: `python -m benchmarks.overhead` prints it. It is what
 decides on tiny problems."""
 
+PLAN_COST_CUDA_US = 3.0
+"""A GPU's queue hides most of what the host adds; this much has to be gained where it does not. A guess, until one
+is measured."""
+
 
 LIMITS = (
     "Times were measured with operands in the caches, one convolution at a time; what a choice does to its neighbours' "
@@ -63,6 +68,11 @@ FOREIGN_LIMITS = (
 )
 
 
+IGNORED = ("waste_gemm", "twos_C/G", "twos_K/G", "twos_N", "twos_W", "twos_H", "twos_P")
+"""Features of tiled matrix products. GPU kernels live by them: on MI100 they are worth 0.8 points of accuracy. CPU
+kernels care for vectors only, and with the few thousand problems measured there these cost more than they tell."""
+
+
 @dataclass(frozen=True)
 class Recipe:
     """How one network is trained. The same recipe and data give the same network on the same machine.
@@ -71,6 +81,7 @@ class Recipe:
         target, alpha: see `targets`.
         widths: (hidden, out) of each Γ-block; None for `reformer.DEFAULT_WIDTHS`.
         norm, dropout: of the blocks. Layer normalisation cannot be folded, so it is for comparisons only.
+        ignored: features, by the beginning of their names, that the network does not see.
         average: decay of the running mean of the weights that is shipped in place of the last ones; 0 for the last.
     """
 
@@ -79,11 +90,12 @@ class Recipe:
     widths: tuple[tuple[int, int], ...] | None = None
     norm: str = "batch"
     dropout: float = 0.2
-    steps: int = 1200
+    steps: int = 3000
     batch: int = 256
     learning_rate: float = 5e-3
     weight_decay: float = 0.03
-    average: float = 0.0
+    average: float = 0.998
+    ignored: tuple[str, ...] = IGNORED
     seed: int = 0
 
 
@@ -113,14 +125,18 @@ def fit(x: Tensor, times_us: Floats, recipe: Recipe) -> reformer.Reformer:
         if recipe.widths is None and model.n_parameters() > reformer.PAPER_PARAMETERS:
             raise ValueError(f"{model.n_parameters()} parameters; the bound is {reformer.PAPER_PARAMETERS}")
         model.fit_input(x)
+        if recipe.ignored:
+            model.ignore([i for i, name in enumerate(FEATURE_NAMES) if name.startswith(recipe.ignored)])
         optimiser = torch.optim.AdamW(
             model.parameters(), lr=recipe.learning_rate, weight_decay=recipe.weight_decay, fused=True
         )
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, recipe.learning_rate, total_steps=recipe.steps)
         averaged = None
         if recipe.average:
+            # No longer than a fifth of the training, or the mean would be of what the weights began as.
+            decay = min(recipe.average, 1 - 5 / max(recipe.steps, 6))
             averaged = torch.optim.swa_utils.AveragedModel(
-                model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(recipe.average), use_buffers=True
+                model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(decay), use_buffers=True
             )
         model.train()
         for _ in range(recipe.steps):
@@ -191,7 +207,7 @@ def read_measured(paths: Sequence[str | Path]) -> tuple[Table, dict[str, Any]]:
     rows, machine = read_measurements(paths)
     table = Table.from_rows(rows)
     # `measure` times algorithms bare. Native needs no plan; every other column pays for its own.
-    costs_us = np.array([PLAN_COST_US[problem.direction] for problem in table.problems])
+    costs_us = np.array([PLAN_COST_US[p.direction] if p.device == "cpu" else PLAN_COST_CUDA_US for p in table.problems])
     table.times_us[:, 1:] += costs_us[:, None]
     return table, machine
 
@@ -228,6 +244,7 @@ def train(
     if not dtypes:
         raise ValueError(f"no element type has {min_problems_per_dtype} measured problems: {dict(by_dtype)}")
     only = [0] if how == "problem" else None
+    device = table.problems[0].device if machine["family"] else family
     gains, figures = cross_validate(table, recipe, n_folds, how, only)
     if only is None:
         held, learnt = table, table
@@ -244,7 +261,8 @@ def train(
         margin=best_margin(gains, times, table.native),
         sharpness=best_sharpness(gains, times),
         dtypes=dtypes,
-        device="cpu" if machine["family"] else family,
+        device=device,
+        tf32=any(problem.tf32 for problem in table.problems),
         host_flags=machine["host_flags"],
         threads=tuple(sorted({problem.threads for problem in table.problems})),
         revisions=table.revisions,
@@ -259,7 +277,7 @@ def train(
             "by_kernel_class": dict(sorted(Counter(kernel_class(p) for p in table.problems).items())),
             "wins": {name: int(n) for name, n in zip(table.names, _wins(table), strict=True)},
             "device": machine["device"],
-            "recipe": asdict(recipe),
+            "recipe": json.loads(json.dumps(asdict(recipe))),  # as it is read back: lists for tuples
             "parameters": model.n_parameters(),
         },
         figures={"held_out": figures},

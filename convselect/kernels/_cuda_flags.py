@@ -1,0 +1,67 @@
+"""PyTorch's process-wide cuDNN and cuBLAS switches: read, and set for the length of a call."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+
+import torch
+
+from convselect.problem import ConvProblem
+
+# Flags belong to the process, not to a thread. Whoever changes one holds this lock until it is restored, so that two of
+# our own calls never restore each other's values; PyTorch's own calls on other threads may run under the value in
+# between, which changes how fast they are and not what they compute.
+_lock = threading.RLock()
+
+
+@contextlib.contextmanager
+def held(read: Callable[[], bool], write: Callable[[bool], object], value: bool) -> Iterator[None]:
+    """Within this context the flag has this value; then again what it had. No other thread changes it through here."""
+    with _lock:
+        before = read()
+        if before == value:
+            yield
+            return
+        write(value)
+        try:
+            yield
+        finally:
+            write(before)
+
+
+def benchmark(value: bool) -> contextlib.AbstractContextManager[None]:
+    """Within this context cuDNN searches for its fastest engine by timing, or does not."""
+    return held(torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark, value)
+
+
+def cudnn_enabled(value: bool) -> contextlib.AbstractContextManager[None]:
+    """Within this context PyTorch uses cuDNN, or does not."""
+    return held(torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled, value)
+
+
+def deterministic() -> bool:
+    """Whether cuDNN is told to be deterministic, whatever deterministic algorithms are in general."""
+    return bool(torch._C._get_cudnn_deterministic())
+
+
+def conv_tf32() -> bool:
+    """Whether convolutions of float32 may use TF32 on CUDA. (`torch.backends.cudnn.allow_tf32` raises where recurrent
+    networks have another setting.)"""
+    return bool(torch._C._get_fp32_precision_getter("cuda", "conv") == "tf32")
+
+
+def product_rounds_too_much(problem: ConvProblem) -> bool:
+    """Whether cuBLAS would compute float32 products in TF32 where this problem's convolution may not."""
+    return (
+        problem.device == "cuda"
+        and problem.dtype != "float64"
+        and not problem.tf32
+        and torch._C._get_fp32_precision_getter("cuda", "matmul") == "tf32"
+    )
+
+
+def capturing() -> bool:
+    """Whether the current stream's work is being recorded into a CUDA graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
