@@ -19,13 +19,13 @@ def same_choices(group: ProcessGroup | None = None) -> None:
 
     Ranks choose differently where their machines were calibrated differently or have other artifacts or defaults; then
     they differ in the last digits and, what costs more, in how long a step takes. A choice follows from the problem,
-    the settings and the model, so this sends rank 0's model and rank 0's defaults (`set_defaults`) to the others once, and
-    forgets choices made before. Afterwards nothing is ever communicated: ranks may meet different problems at different
-    times, and no rank waits for another.
+    the settings and the model, so this sends rank 0's model and rank 0's defaults (`set_defaults`) to the others once,
+    and forgets choices made before. Afterwards nothing is ever communicated: ranks may meet different problems at
+    different times, and no rank waits for another.
 
     Call it on every rank of the group, after `init_process_group` and before training; what `use(...)` sets stays each
-    rank's own. Ranks with other thread counts pose other problems. Models of GPUs are shipped, not calibrated, and so the same
-    everywhere already. Undone by `own_choices`.
+    rank's own. Ranks with other thread counts pose other problems. Models of GPUs are shipped, not calibrated, and so
+    the same everywhere already. Undone by `own_choices`.
 
     Args:
         group: the default process group if None.
@@ -56,7 +56,7 @@ def same_choices(group: ProcessGroup | None = None) -> None:
         differing = sorted({key for other in abilities for key in other if other[key] != abilities[0][key]})
         warn_once(
             "ranks differ",
-            f"convselect: the ranks differ in {', '.join(differing)}; where that matters they still choose differently.",
+            f"convselect: the ranks differ in {', '.join(differing)}; where that matters, so do their choices still.",
         )
 
 

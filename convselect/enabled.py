@@ -29,7 +29,9 @@ class enabled(ContextDecorator, TorchFunctionMode):
     The rules are those of `convselect.conv2d`: what a converted layer leaves to PyTorch (tensor subclasses, integers,
     tracers, invalid arguments) is PyTorch's here as well. Plain `nn.Conv2d` layers choose too; converted ones go on as
     before, under their own policy. Nests; works as a decorator; local to the thread, so that other threads and those
-    started inside notice nothing. Backward passes take the choices of their forward, inside or outside.
+    started inside notice nothing. Backward passes take the choices of their forward, inside or outside. A checkpointed
+    forward is recomputed by PyTorch's own convolution, since PyTorch suspends these modes in a backward pass; convert the
+    layers where the recomputed bits must be the first ones.
 
     Args:
         policy, precision, workspace_bytes: as for `convselect.use`, which is what they call: they hold for converted
@@ -68,13 +70,15 @@ class enabled(ContextDecorator, TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if kwargs is None:
             kwargs = {}
-        if (
-            func is not _torch_conv2d
-            or not _complete(args, kwargs)
-            or (not _is_dynamo_compiling() and _called_by_convselect())
-        ):
+        if func is not _torch_conv2d or not _complete(args, kwargs):
             return func(*args, **kwargs)
-        return conv2d(*args, **kwargs)
+        if _is_dynamo_compiling():
+            from convselect import _traced  # needs dynamo
+
+            settled = _traced.called_by_convselect()
+        else:
+            settled = _called_by_convselect()
+        return func(*args, **kwargs) if settled else conv2d(*args, **kwargs)
 
 
 def _complete(args: Any, kwargs: Any) -> bool:

@@ -59,7 +59,7 @@ ALLOWED = {
         "settings",
     },
     "functional": {"dispatch"},
-    "enabled": {"functional", "settings"},
+    "enabled": {"_traced", "functional", "settings"},
     "distributed": {"_predictor", "_warnings", "dispatch", "kernels", "settings"},
     "layer": {"dispatch"},
     "convert": {"dispatch", "layer"},

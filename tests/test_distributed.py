@@ -103,7 +103,8 @@ def test_distributed_data_parallel(tmp_path):
                         loss = model(x).square().mean()
                     loss.backward()
                     optimizer.step()
-            return [t.detach().clone() for p in model.parameters() for t in (p, p.grad)], [str(w.message) for w in caught]
+            results = [t.detach().clone() for p in model.parameters() for t in (p, p.grad)]
+            return results, [str(w.message) for w in caught]
 
         for channels_last in (False, True):
             want, stock = train("stock", channels_last)

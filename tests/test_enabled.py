@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from _parity import OTHER, assert_same, assert_same_run, bound, favouring, run
 from test_functional import algorithms_of
 from torch import nn
-from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
+from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend, EagerAndRecordGraphs
 from torch.overrides import BaseTorchFunctionMode
 
 import convselect
@@ -371,6 +372,21 @@ def test_compile(where, backend):
         for i, (g, w) in enumerate(zip(got, want, strict=True)):
             assert_same(g, w, 10 * LIMIT, f"result {i}")
     assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("over", [(), ("mode",)], ids=str)
+def test_compiled_layers_that_are_native_stay_native(over):
+    layer = convselect.SelectedConv2d(4, 6, 3, policy="native")
+
+    def targets(function):
+        torch._dynamo.reset()
+        recorder = EagerAndRecordGraphs()
+        with convselect.enabled(), Passing() if over else contextlib.nullcontext():
+            torch.compile(function, backend=recorder, fullgraph=True)(X)
+        return [n.target for graph in recorder.graphs for n in graph.graph.nodes if n.op == "call_function"]
+
+    assert targets(layer) == [torch.conv2d]
+    assert targets(lambda x: F.conv2d(x, W)) == [torch.ops.convselect.conv2d.default]
 
 
 def test_compiled_outside_is_not_what_runs_inside_and_back():
