@@ -38,6 +38,7 @@ install:
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(if $(TORCH),$(BIN)/python -m pip install --quiet "$(TORCH)")
 	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	$(BIN)/python -m pip install --quiet --no-deps timm  # its torchvision would replace torch
 
 # The C library alone, in the environment that `make setup` made.
 native:

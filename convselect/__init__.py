@@ -4,11 +4,13 @@ import convselect
 convselect.convert(model)      # in place; the same model, faster
 """
 
+from convselect import distributed
 from convselect import ops as ops  # registers the operators that a saved graph may hold
 from convselect._predictor import unload
 from convselect._warnings import ConvselectWarning
 from convselect.convert import ConversionReport, convert, revert
 from convselect.dispatch import clear
+from convselect.enabled import disable, enable, enabled
 from convselect.explain import Explanation, explain, explain_problem
 from convselect.freeze import FreezeReport, freeze, unfreeze
 from convselect.functional import conv2d
@@ -34,6 +36,10 @@ __all__ = [
     "clear",
     "conv2d",
     "convert",
+    "disable",
+    "distributed",
+    "enable",
+    "enabled",
     "explain",
     "explain_problem",
     "freeze",

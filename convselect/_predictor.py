@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,10 +23,12 @@ _of_gpu: dict[str, Predictor | None] = {}
 """Family -> its model; None where there is none."""
 _failed = False
 _idle = 0
+_given: bytes | None = None  # another rank's model, pickled: `unload` releases it like any other
 
 
 def get() -> Predictor | None:
-    """The predictor for this machine, or None: then native is chosen, and one warning has said why."""
+    """The predictor for this machine, or the one that was given, or None: then native is chosen, and one warning has
+    said why."""
     global _idle
     _idle = 0
     if _loaded is not None or _failed:
@@ -153,7 +156,10 @@ def _load() -> Predictor | None:
     from convselect.model.inference import ArtifactError
 
     with _lock:
-        if _loaded is None and not _failed:
+        if _given is not None:
+            _loaded = pickle.loads(_given)
+            _failed = _loaded is None
+        elif _loaded is None and not _failed:
             try:
                 _loaded = _find()
             except (ArtifactError, OSError) as error:
@@ -180,6 +186,20 @@ def unload() -> None:
     with _lock:
         _loaded, _failed = None, False
         _of_gpu.clear()
+
+
+def give(predictor: Predictor | None) -> None:
+    """Choose by this one from now on, whatever machine it was made for; None: always native. `own` takes it back."""
+    global _given
+    _given = pickle.dumps(predictor)
+    unload()
+
+
+def own() -> None:
+    """Back to this machine's own model."""
+    global _given
+    _given = None
+    unload()
 
 
 def _renew_lock() -> None:

@@ -86,22 +86,24 @@ def conv2d(
 
             return _traced.export_conv2d(x, weight, bias, stride, padding, dilation, groups, policy)
         return _not_ours(settings, "tensor subclasses", x, weight, bias, stride, padding, dilation, groups)
-    key = (
-        x.shape, x.stride(), x.dtype, x.device, x.requires_grad,
-        weight.shape, weight.stride(), weight.dtype, weight.requires_grad,
-        None if bias is None else bias.requires_grad,
-        stride, padding, dilation, groups,
-        _grad_enabled(), _any_autocast() and autocast_dtype(x), _threads(), _deterministic(), _mkldnn_enabled(),
-        _fp32_precision("mkldnn", "conv") if x.is_cpu else _cuda_flags(), settings,
-    )  # fmt: skip
     plan: Any
     try:
+        key = (
+            x.shape, x.stride(), x.dtype, x.device, x.requires_grad,
+            weight.shape, weight.stride(), weight.dtype, weight.requires_grad,
+            None if bias is None else bias.requires_grad,
+            stride, padding, dilation, groups,
+            _grad_enabled(), _any_autocast() and autocast_dtype(x), _threads(), _deterministic(), _mkldnn_enabled(),
+            _fp32_precision("mkldnn", "conv") if x.is_cpu else _cuda_flags(), settings,
+        )  # fmt: skip
         plan = _plan_entries.get(key)
     except TypeError:  # lists, which nn.Conv2d's attributes may hold as well
         geometry = tuple(map(_hashable, (stride, padding, dilation)))
         if all(a is b for a, b in zip(geometry, (stride, padding, dilation), strict=True)):
             return _conv2d(x, weight, bias, stride, padding, dilation, groups)  # type: ignore[no-any-return]
         return conv2d(x, weight, bias, geometry[0], geometry[1], geometry[2], groups, policy)
+    except RuntimeError:  # nested tensors have no shape
+        return _conv2d(x, weight, bias, stride, padding, dilation, groups)  # type: ignore[no-any-return]
     if plan is None:
         plan = _make_plan(x, weight, bias, stride, padding, dilation, groups, settings)
         if plan is None:

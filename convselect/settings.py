@@ -66,6 +66,11 @@ def current() -> Settings:
     return _override.get() or _default
 
 
+def defaults() -> Settings:
+    """The process's settings: those of `set_defaults`, else of the environment."""
+    return _default
+
+
 @functools.lru_cache(maxsize=1024)
 def with_policy(settings: Settings, policy: str) -> Settings:
     """The same budgets under another policy."""

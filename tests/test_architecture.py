@@ -59,6 +59,8 @@ ALLOWED = {
         "settings",
     },
     "functional": {"dispatch"},
+    "enabled": {"_traced", "functional", "settings"},
+    "distributed": {"_predictor", "_warnings", "dispatch", "kernels", "settings"},
     "layer": {"dispatch"},
     "convert": {"dispatch", "layer"},
     "_freeze_trace": {"layer"},  # freeze

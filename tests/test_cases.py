@@ -9,6 +9,11 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import json
+import os
+import subprocess
+import sys
+import textwrap
 import types
 import warnings
 
@@ -18,11 +23,14 @@ import torch.nn.functional as F
 from fake_model import use_fake
 from problems import relative_error
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import convselect
 from convselect import dispatch
+from convselect.choose import Choice, choose
 from convselect.kernels import ALL, BY_NAME
 from convselect.problem import Direction, conv_problem, layout_of
+from convselect.store import Store, StoreError
 
 FORCED = [a.name for a in ALL if a.automatic and "cpu" in a.devices]
 EVERY = ["auto", *FORCED]
@@ -637,3 +645,191 @@ def test_b76_weight_at_an_odd_address_and_expanded_operands(policy):
         if applies(policy, x, weight, padding=1):
             both(policy, x, weight, padding=1)
     gc.collect()
+
+
+# ---- compilers, processes, files ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_b66_export_with_dynamic_batch_and_height_and_string_padding(strict):
+    layer = nn.Conv2d(1, 8, 3, padding="same").eval()
+    x, later = torch.randn(2, 1, 28, 28), torch.randn(5, 1, 40, 28)
+    want = layer(later)
+    convselect.convert(layer)
+    dynamic = {0: torch.export.Dim("N", min=1, max=64), 2: torch.export.Dim("H", min=8, max=256)}
+    program = torch.export.export(layer, (x,), dynamic_shapes=(dynamic,), strict=strict)
+    got = program.module()(later)
+    assert got.shape == (5, 8, 40, 28)
+    assert relative_error(got, want) <= DOUBLE_BOUND[torch.float32]
+
+
+@pytest.mark.parametrize("changed", [False, True], ids=["made in between", "changed in between"])
+def test_b68_a_checkpoint_passes_whatever_happens_to_the_choice_in_between(changed, monkeypatch):
+    """Number, sizes and dtypes of what is saved must not depend on the algorithm."""
+    torch.manual_seed(0)
+    layer = nn.Conv2d(4, 4, 3)
+    x = torch.randn(1, 4, 8, 8, requires_grad=True)
+    results = []
+    for selected in (False, True):
+        if selected:
+            convselect.convert(layer)
+        x.grad = layer.weight.grad = layer.bias.grad = None
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = checkpoint(layer, x, use_reentrant=False)
+        use_fake(monkeypatch, "im2col_gemm" if changed else "winograd4")  # and forgets the choice that was made
+        y.float().square().sum().backward()
+        results.append([x.grad, layer.weight.grad, layer.bias.grad])
+    for got, want in zip(results[1], results[0], strict=True):
+        assert got.stride() == want.stride()
+        assert relative_error(got, want) <= 2 * DOUBLE_BOUND[torch.bfloat16]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("policy", ["auto", "native"])
+def test_b69_first_call_of_a_shape_inside_a_cuda_graph(policy):
+    layer = nn.Conv2d(64, 64, 3, padding=1).cuda()
+    x = torch.randn(8, 64, 28, 28, device="cuda")
+    want = layer(x)
+    convselect.convert(layer, policy=policy)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        layer(torch.randn(1, 64, 8, 8, device="cuda"))  # libraries load before a capture, with or without us
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            y = layer(x)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert relative_error(y.cpu(), want.detach().cpu()) <= 1e-3
+
+
+def test_b71_importing_and_building_starts_no_threads_and_a_fork_after_use_works():
+    """Whoever has run OpenMP threads cannot fork, with or without us; so we must not run any unasked."""
+    code = textwrap.dedent(
+        """
+        import os, sys, warnings
+        import torch
+        from torch import nn
+        warnings.simplefilter("ignore")
+        threads = lambda: len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
+        before = threads()
+        import convselect
+        model = nn.Sequential(nn.Conv2d(3, 2, 3, padding=1), nn.Conv2d(2, 13, 1))
+        wide = nn.Conv2d(1, 2, (1, 2))
+        convselect.convert(model), convselect.convert(wide), convselect.SelectedConv2d(3, 4, 3)
+        assert threads() == before, (threads(), before)
+        torch.set_num_threads(1)
+
+        def run():
+            model(torch.randn(4, 3, 32, 32)).sum().backward()
+            wide(torch.randn(1, 1, 1, 24000)).sum().backward()
+            with convselect.use("im2col_gemm"):
+                model(torch.randn(4, 3, 32, 32)).sum().backward()
+        run()
+        child = os.fork()
+        run()
+        if child == 0:
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        """
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-2000:]
+
+
+_WRITER = """
+import sys
+from convselect.model.dataset import Row
+from convselect.problem import conv_problem
+from convselect.store import Store
+path, worker = sys.argv[1], int(sys.argv[2])
+with Store(path) as store:
+    environment = store.environment({"device": "cpu"})
+    for i in range(50):
+        problem = conv_problem(1, 3, 8 + i, 8 + worker, 4, 3, 3)
+        row = Row("b72", problem, "native", 1, "ok", "wall", min_us=1.0, median_us=1.0, p20_us=1.0, p80_us=1.0,
+                  wall_us=1.0, rounds=1, repeat=0)
+        store.add(environment, [row], pool="p")
+        print(i, flush=True)
+"""
+
+
+def test_b72_eight_writers_one_of_them_killed(tmp_path):
+    """No entry lost, none half written; what is then damaged or foreign is refused, not read."""
+    path = tmp_path / "times.sqlite"
+    Store(path).close()
+    workers = [
+        subprocess.Popen([sys.executable, "-c", _WRITER, path, str(i)], stdout=subprocess.PIPE, text=True)
+        for i in range(8)
+    ]
+    for _ in range(5):
+        workers[0].stdout.readline()
+    workers[0].kill()
+    written = [worker.communicate(timeout=280)[0].split() for worker in workers]
+    assert [len(lines) for lines in written[1:]] == [50] * 7
+    with Store(path) as store:
+        widths = [row.problem.W for row in store.rows()]
+    assert all(widths.count(8 + i) == 50 for i in range(1, 8))
+    assert widths.count(8) >= 5
+    whole = path.read_bytes()
+    for damaged in (whole[: len(whole) // 3], b"\0" * len(whole), b"{}"):
+        path.write_bytes(damaged)
+        with pytest.raises((StoreError, OSError)), Store(path) as store:
+            store.rows()
+
+
+@pytest.mark.parametrize("home", ["missing", "a file", "unset"])
+def test_b73_the_layer_works_without_a_usable_folder_of_the_user(home, tmp_path):
+    """Read-only disks are made here as folders that cannot be: root may write everywhere else."""
+    blocked = tmp_path / "blocked"
+    if home == "a file":
+        blocked.write_text("")
+    environment = {k: v for k, v in os.environ.items() if k not in ("HOME", "XDG_CACHE_HOME", "CONVSELECT_CACHE")}
+    if home != "unset":
+        environment |= {"HOME": str(blocked / "home"), "CONVSELECT_CACHE": str(blocked / "cache")}
+    code = (
+        "import warnings, torch, convselect\\n"
+        "with warnings.catch_warnings(record=True) as caught:\\n"
+        "    warnings.simplefilter('always')\\n"
+        "    for size in (8, 9):\\n"
+        "        convselect.SelectedConv2d(3, 4, 3)(torch.randn(1, 3, size, 8)).sum().backward()\\n"
+        "assert sum(issubclass(w.category, convselect.ConvselectWarning) for w in caught) <= 1\\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False, env=environment
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert not (blocked / "cache").exists()  # using a layer writes nothing
+
+
+def test_b74_a_correction_of_another_machine_or_model_is_never_used(tmp_path, monkeypatch):
+    from convselect import _predictor
+    from convselect.model import host
+
+    found = sorted(_predictor.nearest_artifact().parent.glob("cpu-x86-avx*.npz"))[0]
+    monkeypatch.undo()  # the real choice
+    monkeypatch.setenv("CONVSELECT_ARTIFACT", str(found))
+    path = tmp_path / "calibration.json"
+    monkeypatch.setenv("CONVSELECT_CALIBRATION", str(path))
+    problem = conv_problem(1, 64, 28, 28, 64, 3, 3, padding=1)
+
+    def gain(**changes):
+        own = dict(fingerprint=host.fingerprint(), artifact=found.stem, digest=_predictor.digest(found), problems=1)
+        path.write_text(json.dumps({**own, "bias": dict.fromkeys(BY_NAME, 50.0), **changes}))
+        convselect.unload()
+        return _predictor.get().predict(problem).log_gain("im2col_gemm")
+
+    assert gain() > 20
+    for changes in ({"fingerprint": "another"}, {"artifact": "another"}, {"digest": "another"}):
+        assert gain(**changes) < 20
+    convselect.unload()
+
+
+def test_b74_a_choice_that_is_gone_or_refuses_falls_back():
+    problem = conv_problem(1, 3, 8, 8, 4, 3, 3)
+    for name in ("was_here_once", "depthwise"):  # the second cannot do this one
+        remembered = Choice(name, "store")
+        choice = choose(problem, BY_NAME, convselect.settings.current(), memory=lambda _, found=remembered: found)
+        assert choice.algorithm == "native"

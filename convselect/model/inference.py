@@ -214,6 +214,13 @@ class Predictor:
         )
         self._local = threading.local()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_local"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._local = threading.local()
+
     @classmethod
     def load(cls, source: str | os.PathLike[str] | bytes, host_flags: Mapping[str, bool] | None = None) -> Predictor:
         """Read an artifact from a path or from the bytes of one.

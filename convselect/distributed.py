@@ -1,0 +1,76 @@
+"""Several ranks, one choice: rank 0's."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from convselect import _predictor, dispatch, settings
+from convselect._warnings import warn_once
+from convselect.kernels import BY_NAME, _library
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def same_choices(group: ProcessGroup | None = None) -> None:
+    """Make all ranks of a process group choose alike: rank 0 decides.
+
+    Ranks choose differently where their machines were calibrated differently or have other artifacts or defaults; then
+    they differ in the last digits and, what costs more, in how long a step takes. A choice follows from the problem,
+    the settings and the model, so this sends rank 0's model and rank 0's defaults (`set_defaults`) to the others once,
+    and forgets choices made before. Afterwards nothing is ever communicated: ranks may meet different problems at
+    different times, and no rank waits for another.
+
+    Call it on every rank of the group, after `init_process_group` and before training; what `use(...)` sets stays each
+    rank's own. Ranks with other thread counts pose other problems. Models of GPUs are shipped, not calibrated, and so
+    the same everywhere already. Undone by `own_choices`.
+
+    Args:
+        group: the default process group if None.
+
+    Raises:
+        RuntimeError, ValueError: there is no process group, or this rank is not in it.
+    """
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError("same_choices needs a process group: call torch.distributed.init_process_group first")
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise ValueError("this rank is not in the group")
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else None
+    defaults = settings.defaults()
+    decided: list[Any] = [
+        (_predictor.get() if rank == 0 else None, (defaults.policy, defaults.precision, defaults.workspace_bytes))
+    ]
+    dist.broadcast_object_list(decided, src=dist.get_global_rank(group, 0) if group else 0, group=group, device=device)
+    predictor, (policy, precision, workspace_bytes) = decided[0]
+    abilities: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(abilities, _abilities(), group=group)
+    settings.set_defaults(policy, precision=precision, workspace_bytes=workspace_bytes)
+    _predictor.give(predictor)
+    dispatch.clear()
+    if any(other != abilities[0] for other in abilities):
+        differing = sorted({key for other in abilities for key in other if other[key] != abilities[0][key]})
+        warn_once(
+            "ranks differ",
+            f"convselect: the ranks differ in {', '.join(differing)}; where that matters, so do their choices still.",
+        )
+
+
+def own_choices() -> None:
+    """This rank chooses by itself again, by its own model; the defaults stay as they are. No communication."""
+    _predictor.own()
+    dispatch.clear()
+
+
+def _abilities() -> dict[str, Any]:
+    """What a choice depends on besides problem, settings and model."""
+    return {
+        "algorithms": sorted(BY_NAME),
+        "GPU": torch.cuda.is_available() and torch.cuda.get_device_capability(),
+        "C kernels": _library.available() and _library.isa(),
+        "number of threads": torch.get_num_threads(),
+    }

@@ -1,0 +1,138 @@
+"""`with convselect.enabled():` for code that calls `F.conv2d` itself and has no layer to convert.
+
+A torch-function mode, so nothing outside is touched: it sees every torch function that its thread calls inside, lets
+them pass, and hands `torch.conv2d` (which is what `F.conv2d` is) to the choice. Each function that passes costs about a
+microsecond.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import AbstractContextManager, ContextDecorator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import DeviceContext
+
+from convselect import settings
+from convselect.functional import conv2d
+
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+_torch_conv2d: Any = torch.conv2d
+_NAMES = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+
+
+class enabled(ContextDecorator, TorchFunctionMode):
+    """Within this context every `F.conv2d` / `torch.conv2d` call of this thread goes through the choice.
+
+    The rules are those of `convselect.conv2d`: what a converted layer leaves to PyTorch (tensor subclasses, integers,
+    tracers, invalid arguments) is PyTorch's here as well. Plain `nn.Conv2d` layers choose too; converted ones go on as
+    before, under their own policy. Nests; works as a decorator; local to the thread, so that other threads and those
+    started inside notice nothing. Backward passes take the choices of their forward, inside or outside. A checkpointed
+    forward is recomputed by PyTorch's own convolution, since PyTorch suspends these modes in a backward pass; convert the
+    layers where the recomputed bits must be the first ones.
+
+    Args:
+        policy, precision, workspace_bytes: as for `convselect.use`, which is what they call: they hold for converted
+            layers inside as well.
+
+    Raises:
+        ValueError: for an unknown precision or a negative workspace, on entry.
+    """
+
+    def __init__(
+        self, policy: str | None = None, *, precision: str | None = None, workspace_bytes: int | None = None
+    ) -> None:
+        super().__init__()
+        self._arguments = (policy, precision, workspace_bytes)
+        self._uses: list[AbstractContextManager[settings.Settings]] = []
+
+    def _recreate_cm(self) -> enabled:
+        # As a decorator: an object per call, so that calls from several threads share nothing.
+        policy, precision, workspace_bytes = self._arguments
+        return enabled(policy, precision=precision, workspace_bytes=workspace_bytes)
+
+    def __enter__(self) -> enabled:
+        policy, precision, workspace_bytes = self._arguments
+        if policy is not None or precision is not None or workspace_bytes is not None:
+            context = settings.use(policy, precision=precision, workspace_bytes=workspace_bytes)
+            context.__enter__()
+            self._uses.append(context)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if self._uses:
+            self._uses.pop().__exit__(*error)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if kwargs is None:
+            kwargs = {}
+        if func is not _torch_conv2d or not _complete(args, kwargs):
+            return func(*args, **kwargs)
+        if _is_dynamo_compiling():
+            from convselect import _traced  # needs dynamo
+
+            settled = _traced.called_by_convselect()
+        else:
+            settled = _called_by_convselect()
+        return func(*args, **kwargs) if settled else conv2d(*args, **kwargs)
+
+
+def _complete(args: Any, kwargs: Any) -> bool:
+    """Whether these are the arguments of a convolution by number and name. PyTorch complains about any others."""
+    if not kwargs:
+        return 2 <= len(args) <= len(_NAMES)
+    given = {*_NAMES[: len(args)], *kwargs}
+    return len(given) == len(args) + len(kwargs) and given.issubset(_NAMES) and given.issuperset(_NAMES[:2])
+
+
+def _called_by_convselect() -> bool:
+    """Whether the call under way is native's, by dispatch or an algorithm: that one is settled. Between it and this
+    mode there may be other modes, which pass it on."""
+    frame = sys._getframe(2)
+    while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
+        frame = frame.f_back
+    return str(frame.f_globals.get("__name__", "")).startswith("convselect.")
+
+
+# ---- without a context ------------------------------------------------------------------------------------------
+
+
+def enable() -> None:
+    """What `enabled()` does, for the calling thread from here on: until `disable()` in the same thread, or its end.
+
+    Other threads, those started later included, are not affected and may call it themselves: torch-function modes
+    belong to threads. (A backward pass needs nothing: it takes the choices of its forward.) A second `enable()` changes
+    nothing. The policy is the context's (`convselect.use`), then the process's (`convselect.set_defaults`).
+    """
+    stack = _pop_all()
+    try:
+        if not any(isinstance(mode, _Permanent) for mode in stack):
+            # Under all others, so that contexts that are open now close as they expect; only the default device insists
+            # on being the lowest.
+            stack.insert(1 if stack and isinstance(stack[0], DeviceContext) else 0, _Permanent())
+    finally:
+        _push_all(stack)
+
+
+def disable() -> None:
+    """Undo `enable()` in the calling thread; without one, do nothing. Contexts of `enabled()` stay as they are."""
+    _push_all([mode for mode in _pop_all() if not isinstance(mode, _Permanent)])
+
+
+class _Permanent(enabled):
+    """What `enable()` puts there and `disable()` takes away."""
+
+
+def _pop_all() -> list[Any]:
+    """All torch-function modes of this thread, lowest first, off the stack."""
+    modes = [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())]
+    return modes[::-1]
+
+
+def _push_all(modes: list[Any]) -> None:
+    for mode in modes:
+        torch._C._push_on_torch_function_stack(mode)

@@ -1,0 +1,213 @@
+"""Networks that people use, from timm and diffusers: converted, and as they are under `enabled()`, beside the original.
+
+Random weights and small images. Two things would magnify rounding without end and say nothing about convolutions, so
+they are taken out of both sides: batch normalisation over two images of a pixel (its statistics are taken once, then
+kept), and kinks, at which a rounding that crosses zero takes the other branch (smooth activations stand in). Every
+convolution that an algorithm of ours can do is done by one of ours.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import types
+
+import pytest
+import torch
+from fake_model import use_fake
+from test_functional import algorithms_of
+from tolerances import FORWARD, WEIGHT_GRADIENT_FACTOR
+from torch import nn
+
+import convselect
+from convselect.kernels import Grade
+
+# Name -> what it has that others have not.
+TIMM = {
+    "resnet18": "3x3 and strided 1x1",
+    "skresnet18": "two dilations side by side",
+    "dla46x_c": "32 groups",
+    "regnetx_002": "groups of eight channels",
+    "mobilenetv2_050": "inverted residuals",
+    "mobilenetv3_small_050": "5x5 depthwise, squeeze and excitation on one pixel",
+    "tf_mobilenetv3_small_minimal_100": "Conv2dSame: padding computed in the forward",
+    "tf_mixnet_s": "kernels of 3 to 9 in one layer",
+    "lcnet_035": "narrow",
+    "ghostnet_050": "cheap operations",
+    "repvgg_a0": "parallel branches",
+    "mobileone_s0": "parallel branches, depthwise",
+    "convnext_atto": "7x7 depthwise, patches",
+    "edgenext_xx_small": "3x3 to 9x9 depthwise, attention",
+    "inception_next_atto": "1x11 and 11x1 depthwise",
+    "mobilevit_xxs": "convolutions around transformers",
+    "fastvit_t8": "reparametrised mixers",
+    "nf_regnet_b0": "weight-standardised convolutions",
+    "test_nfnet": "weight-standardised, gains",
+    "vit_tiny_patch16_224": "one patch convolution",
+}
+
+
+class _AnyName(type):
+    """A class that has every attribute: its own name of it."""
+
+    def __getattr__(cls, name: str) -> str:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return name
+
+
+class _Stub(types.ModuleType):
+    """A module in which every name is an empty class."""
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _AnyName(name, (), {})
+
+
+class _StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds any torchvision module."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "torchvision":
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec):
+        return _Stub(spec.name)
+
+    def exec_module(self, module):
+        pass
+
+
+@pytest.fixture(scope="module")
+def timm():
+    """timm wants torchvision for image transforms only; where that is missing, a stub stands in during the import."""
+    if importlib.util.find_spec("timm") is None:
+        pytest.skip("timm is not installed: pip install 'convselect[models]'")
+    missing = importlib.util.find_spec("torchvision") is None
+    finder = _StubFinder()
+    if missing:
+        sys.meta_path.append(finder)
+    try:
+        import timm
+    finally:
+        if missing:
+            sys.meta_path.remove(finder)
+            for name in [n for n in sys.modules if n.split(".")[0] == "torchvision"]:
+                del sys.modules[name]
+    return timm
+
+
+@pytest.fixture
+def diffusers():
+    return pytest.importorskip("diffusers", reason="diffusers is not installed: pip install 'convselect[models]'")
+
+
+@pytest.fixture(autouse=True)
+def _never_native_if_it_can_be_helped(monkeypatch):
+    use_fake(monkeypatch, "winograd4", "depthwise", "grouped", "direct", "im2col_gemm")
+
+
+def gradients(model, inputs):
+    """The output and each parameter's gradient, by name."""
+    model.zero_grad()
+    leaf = inputs[0].clone().requires_grad_()
+    y = model(leaf, *inputs[1:])
+    y = y if isinstance(y, torch.Tensor) else y.sample
+    # Weighed, so that no part of the output has a gradient of its mean only.
+    (y * torch.linspace(-1, 1, y.numel()).view(y.shape)).sum().backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"the output": y.detach(), "the input's gradient": leaf.grad, **grads}
+
+
+def assert_equal(got, want, calls, what):
+    """Each convolution adds at most the table's error to its result and its gradients, and a result passes through all
+    of them in the worst case, forward and back. Gradients far smaller than the others' (of biases in front of a
+    normalisation, say) are the rest of sums that cancel: they are held to a thousandth of the typical size."""
+    limit = 2 * calls * FORWARD["float32", Grade.CLOSE] * WEIGHT_GRADIENT_FACTOR
+    sizes = [g.norm() / g.numel() ** 0.5 for g in want.values()]
+    floor = 1e-3 * torch.stack(sizes).median()
+    assert got.keys() == want.keys()
+    for name, w in want.items():
+        g = got[name]
+        assert (g.shape, g.dtype, g.stride()) == (w.shape, w.dtype, w.stride()), f"{what}: {name}"
+        error = (g - w).norm() / torch.maximum(w.norm(), floor * w.numel() ** 0.5)
+        assert error <= limit, f"{what}: {name} is {error:.1e} off, {limit:.1e} allowed"
+
+
+KINKED = (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.Hardswish, nn.Hardsigmoid)
+
+
+def settle(model, inputs):
+    """Evaluation mode, with the statistics of these inputs and without kinks."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, KINKED):
+            model.set_submodule(name, nn.Sigmoid() if isinstance(module, nn.Hardsigmoid) else nn.SiLU())
+        elif isinstance(module, nn.BatchNorm2d):
+            module.momentum = 1.0
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.abs().max() <= 1e-5:  # gains that start at nothing would hide what they multiply
+                parameter.uniform_(0.2, 0.6)
+        model.train()(*inputs)
+    model.eval()
+
+
+def compare(model, inputs):
+    """Original, converted, and the original under `enabled()`; how many convolutions ran in algorithms of ours."""
+    settle(model, inputs)
+    calls = len([m for m in model.modules() if isinstance(m, nn.Conv2d)])
+    want = gradients(model, inputs)
+    converted = copy.deepcopy(model)
+    report = convselect.convert(converted)
+    assert list(converted.state_dict()) == list(model.state_dict())
+    converted.load_state_dict(model.state_dict(), strict=True)
+    ours = algorithms_of(lambda: assert_equal(gradients(converted, inputs), want, calls, "converted"))
+
+    def inside():
+        with convselect.enabled():
+            assert_equal(gradients(model, inputs), want, calls, "enabled")
+
+    within = algorithms_of(inside)
+    assert all(type(m) is not convselect.SelectedConv2d for m in model.modules())
+    assert set(within) - {"native"}
+    assert len(within) >= len(ours)
+    if report.converted:
+        assert set(ours) - {"native"}
+    assert convselect.revert(converted) == len(report.converted)
+    return len(ours), len(within)
+
+
+@pytest.mark.parametrize("name", TIMM)
+def test_timm(name, timm):
+    arguments = {"img_size": 64} if name.startswith("vit") else {}
+    model = timm.create_model(name, pretrained=False, num_classes=10, **arguments)
+    ours, within = compare(model, (torch.randn(2, 3, 64, 64),))
+    if name.startswith("tf_") or "nf" in name:  # these have convolutions that are no plain nn.Conv2d
+        assert within > ours
+
+
+def test_timm_in_channels_last(timm):
+    model = timm.create_model("mobilenetv3_small_050", num_classes=10).to(memory_format=torch.channels_last)
+    compare(model, (torch.randn(2, 3, 64, 64).contiguous(memory_format=torch.channels_last),))
+
+
+def test_unet(diffusers):
+    model = diffusers.UNet2DModel(
+        sample_size=16, in_channels=3, out_channels=3, layers_per_block=1, block_out_channels=(16, 32),
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"), up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+        norm_num_groups=8, attention_head_dim=8,
+    )  # fmt: skip
+    compare(model, (torch.randn(1, 3, 16, 16), torch.tensor([7])))
+
+
+def test_vae(diffusers):
+    model = diffusers.AutoencoderKL(
+        block_out_channels=(16, 32), layers_per_block=1, norm_num_groups=8, latent_channels=4,
+        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
+    )  # fmt: skip
+    compare(model, (torch.randn(1, 3, 32, 32),))
