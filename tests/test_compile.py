@@ -294,25 +294,27 @@ def test_networks_equal_eager(name, dynamic):
             flat = [torch.cat([g.reshape(-1) for g in grads]) for grads in (got[1], want[1])]
             assert relative_error(*flat) <= 2e-2  # one ReLU in a million that rounding switches is 1e-3
             assert [g.stride() for g in got[1]] == [w.stride() for w in want[1]]
-    assert counter.frame_count == 1
+    # With dynamic shapes stock layers, too, are compiled again for another batch: the next test counts both.
+    assert dynamic or counter.frame_count == 1
     assert {str(node.target) for graph in counter.graphs for node in graph.graph.nodes} >= {OURS}
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("dynamic", [None, True], ids=["automatic", "dynamic"])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_networks_have_as_many_graphs_as_conv2d(name):
+def test_networks_have_as_many_graphs_as_conv2d(name, dynamic):
     stock, x = network(name)
     counts = []
     with favouring("direct"):
         for model in (stock, converted(stock)):
             torch._dynamo.reset()
             counter = CompileCounter()
-            compiled = torch.compile(model.eval(), backend=counter, fullgraph=True)
+            compiled = torch.compile(model.eval(), backend=counter, fullgraph=True, dynamic=dynamic)
             for batch in (x, x[:2], x[:2].contiguous(memory_format=torch.channels_last)):
                 with torch.no_grad():
                     compiled(batch)
             counts.append(counter.frame_count)
-    assert counts[0] == counts[1] > 1
+    assert counts[0] == counts[1] >= 1
 
 
 @pytest.mark.parametrize("favourite", ["im2col_gemm", "native_channels_last", "winograd2"])
