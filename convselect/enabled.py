@@ -30,8 +30,8 @@ class enabled(ContextDecorator, TorchFunctionMode):
     tracers, invalid arguments) is PyTorch's here as well. Plain `nn.Conv2d` layers choose too; converted ones go on as
     before, under their own policy. Nests; works as a decorator; local to the thread, so that other threads and those
     started inside notice nothing. Backward passes take the choices of their forward, inside or outside. A checkpointed
-    forward is recomputed by PyTorch's own convolution, since PyTorch suspends these modes in a backward pass; convert the
-    layers where the recomputed bits must be the first ones.
+    forward is recomputed by PyTorch's own convolution, since PyTorch suspends these modes in a backward pass; convert
+    the layers where the recomputed bits must be the first ones.
 
     Args:
         policy, precision, workspace_bytes: as for `convselect.use`, which is what they call: they hold for converted
