@@ -15,8 +15,9 @@ demo: $(READY)
 	$(BIN)/convselect demo
 
 test: $(READY)
-	$(BIN)/python -m pytest
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/interpreted
+	$(BIN)/python -m pytest --ignore-glob='tests/test_*_compiles.py'
+	$(BIN)/python -m pytest -n auto tests/test_*_compiles.py
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n auto tests/interpreted
 
 lint: $(READY)
 	$(BIN)/ruff check .

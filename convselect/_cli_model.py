@@ -315,6 +315,12 @@ def evaluate(
             f"{noise['winner_changes_share']:.1%}; a perfect reader of the first measurement reaches "
             f"{noise['fraction_of_oracle_mean']:.4f} of the second one's oracle"
         )
+    for name, judged in result["judged"].items():
+        for algorithm, found in judged.get("r_squared", {}).items():
+            typer.echo(
+                f"{name}, runtime of {algorithm}: R² {found['r2_log']:.3f} of log time, {found['r2_linear']:.3f} of "
+                f"time, median error {found['median_relative_error']:.0%}"
+            )
     for path in result["written"]:
         typer.echo(f"wrote {path}")
     if json_file is not None:

@@ -320,6 +320,17 @@ def test_the_command_judges_selectors_and_draws(tmp_path):
     assert {p.stem for p in (tmp_path / "plots").glob("*.png")} == names
 
 
+def test_the_command_says_how_well_runtimes_are_predicted(tmp_path):
+    pytest.importorskip("sklearn")
+    times = write(tmp_path / "times.csv", synthetic(120))
+    done = command(times, "--selector", "mlp", "--one-fold", "--folds", 3, "--json", tmp_path / "out.json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "out.json").read_text())["judged"]["mlp"]["r_squared"]
+    assert set(found) == {"native", "gemm", "tiles"}
+    assert all(one["r2_log"] <= 1 for one in found.values())
+    assert done.stdout.count("mlp, runtime of ") == 3
+
+
 def test_the_command_judges_an_artifact(tmp_path):
     times = write(tmp_path / "times.csv", synthetic(200))
     train.train([times], "cpu-x86-avx2", tmp_path, QUICK, n_folds=2)
@@ -337,6 +348,7 @@ def test_the_command_judges_an_artifact(tmp_path):
         (["missing.csv"], "missing.csv"),
         (["times.csv", "--selector", "magic"], "unknown selector"),
         (["times.csv", "--split", "magic"], "split must be one of"),
+        (["times.csv", "--one-fold", "--folds", "2"], "take three or more"),
     ],
 )
 def test_the_command_refuses_with_one_line(tmp_path, monkeypatch, arguments, message):

@@ -9,6 +9,7 @@ from convselect.kernels import (
     depthwise,
     depthwise_triton,
     direct,
+    direct_triton,
     fft,
     grouped,
     grouped_triton,
@@ -37,6 +38,7 @@ ALL: tuple[Algorithm, ...] = (
     *grouped_triton.ALGORITHMS,
     *direct.ALGORITHMS,
     *large_depthwise_triton.ALGORITHMS,
+    *direct_triton.ALGORITHMS,
     *reference.ALGORITHMS,
 )
 BY_NAME: dict[str, Algorithm] = {algorithm.name: algorithm for algorithm in ALL}

@@ -14,6 +14,7 @@ This module imports Triton only when it is used. Kernels lie in modules of their
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import ctypes
 import functools
 import importlib
@@ -24,7 +25,7 @@ import threading
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,7 @@ class Launch:
         grid: programs along x, y, z.
         pointers: element types of the tensors, names as in `ConvProblem.dtype`, in the order of the parameters.
         constants: every other parameter, by name.
+        scratch: whether the kernel makes tensor descriptors, which lie in memory that comes with each launch.
     """
 
     module: str
@@ -70,6 +72,7 @@ class Launch:
     constants: tuple[tuple[str, Value], ...]
     num_warps: int = 4
     num_stages: int = 2
+    scratch: bool = False
 
     def __post_init__(self) -> None:
         if any(not 0 < n <= most for n, most in zip(self.grid, MAX_GRID, strict=True)):
@@ -81,16 +84,17 @@ class Launch:
         if self.num_warps not in (1, 2, 4, 8, 16, 32) or self.num_stages < 1:
             raise ValueError(f"{self.kernel} cannot have {self.num_warps} warps and {self.num_stages} stages")
         # Asked for at every call, of some thirty values.
-        values = (self.module, self.kernel, self.grid, self.pointers, self.constants, self.num_warps, self.num_stages)
-        object.__setattr__(self, "_hash", hash(values))
+        object.__setattr__(self, "_hash", hash(self._values()))
+
+    def _values(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, field.name) for field in fields(self))
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined, no-any-return]
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Hashes of strings differ between processes.
-        values = (self.module, self.kernel, self.grid, self.pointers, self.constants, self.num_warps, self.num_stages)
-        return Launch, values
+        return Launch, self._values()
 
     def function(self) -> Any:
         """The `triton.jit` function; imports Triton."""
@@ -241,6 +245,19 @@ class _Handle:
         return {**dict(launch.constants), "num_warps": launch.num_warps, "num_stages": launch.num_stages}
 
     def __call__(self, device: int, tensors: Sequence[Tensor]) -> None:
+        if self._launch.scratch:
+            # In a context of its own, so that an allocator that the user has set stays.
+            contextvars.copy_context().run(self._with_scratch, device, tensors)
+        else:
+            self._call(device, tensors)
+
+    def _with_scratch(self, device: int, tensors: Sequence[Tensor]) -> None:
+        import triton
+
+        triton.set_allocator(_allocate)
+        self._call(device, tensors)
+
+    def _call(self, device: int, tensors: Sequence[Tensor]) -> None:
         kernel = self._compiled
         if kernel is None:
             self._launch.function()[self._launch.grid](*tensors, **self._options())
@@ -249,6 +266,12 @@ class _Handle:
             *self._launch.grid, self._stream(device), kernel.function, kernel.packed_metadata, None, None, None,
             *tensors, *self._arguments,
         )  # fmt: skip
+
+
+def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
+    """Memory of the current stream, which may have it again after the launch. PyTorch's begins at multiples of 512
+    bytes; descriptors want 128."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 _lock = threading.Lock()
@@ -388,6 +411,7 @@ def _remembered(launches: Any) -> Any:
             return tuple(launches(self, problem, params))
         return made(self, problem, architecture(), items)
 
+    remembered.forget = made.cache_clear  # type: ignore[attr-defined]
     return remembered
 
 

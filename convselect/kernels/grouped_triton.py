@@ -30,7 +30,6 @@ memory sets; with more, half of the tensor cores' peak.
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -149,7 +148,10 @@ class GroupedTriton(TritonAlgorithm):
         return [one.config for one in fitting if one.expected_ns <= _WASTE * fitting[0].expected_ns]
 
     def launches(self, problem: ConvProblem, params: Params = None) -> tuple[Launch, ...]:
-        return _launches(problem, tuple(params.items()) if params else None, _triton.architecture())
+        config = dict(params) if params else self.configs(problem)[0]
+        if problem.direction == Direction.BACKWARD_WEIGHT:
+            return _Gradient(problem, config).launches()
+        return (_Gather(problem, config).launch(),)
 
     def forward(self, x: Tensor, weight: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
         return self._gather(x, weight, problem, params)
@@ -176,15 +178,6 @@ class GroupedTriton(TritonAlgorithm):
         _triton.run(first, _nhwc(x), _nhwc(grad_y), partial)
         _triton.run(rest[0], partial, out)
         return out
-
-
-@functools.lru_cache(maxsize=_triton.KEPT)
-def _launches(p: ConvProblem, params: tuple[tuple[str, Any], ...] | None, arch: int) -> tuple[Launch, ...]:
-    """Kept, for to make them takes longer than a call may."""
-    config = dict(params) if params else ALGORITHMS[0].configs(p)[0]
-    if p.direction == Direction.BACKWARD_WEIGHT:
-        return _Gradient(p, config).launches()
-    return (_Gather(p, config).launch(),)
 
 
 def _nhwc(t: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from convselect.features import features
 from convselect.model import evaluate as ev
 from convselect.model.dataset import Table, read_measurements
 from convselect.model.inference import Predictor
-from convselect.model.selectors import named
+from convselect.model.selectors import named, r_squared
 from convselect.model.train import Recipe, design, fit, is_foreign, learner, log_gains, read_measured
 
 CURVE = (0.05, 0.1, 0.2, 0.4, 0.7, 1.0)
@@ -47,6 +47,8 @@ def judge_all(
     table, _ = read_measured(paths)
     fold, kept_apart = ev.split(table, how, n_folds, recipe.seed)
     only = [int(fold.min())] if one_fold else None
+    if one_fold and len(set(fold.tolist())) < 3:
+        raise ValueError("of two folds none is left to choose the margin on when one is held out: take three or more")
     judged: dict[str, Any] = {}
     seen: list[str] = []
     last: tuple[ev.Ints, ev.Floats] | None = None  # members, gains
@@ -68,6 +70,8 @@ def judge_all(
         first = int(fold.min())
         us = reformer_us(table, recipe) if name == "reformer" else choice_us(learn(table.part(fold != first)), table)
         judged[name] = {**found, "choice_us": us}
+        if name == "mlp":  # what such models are usually judged by
+            judged[name]["r_squared"] = r_squared(table.part(fold != first), table.part(fold == first), recipe.seed)
     curve = _learning_curve(table, fold, recipe) if learning_curve else None
     result: dict[str, Any] = {
         "problems": len(table.problems),

@@ -8,7 +8,7 @@ from checking import check
 from problems import PROBLEMS, operands_of, random_operands
 
 from convselect.kernels import _triton
-from convselect.kernels.grouped_triton import GroupedTriton, _axis_constants, _launches, _pack, shipped
+from convselect.kernels.grouped_triton import GroupedTriton, _axis_constants, _pack, shipped
 from convselect.problem import CHANNELS_LAST, ConvProblem, Direction, conv_problem, layout_of
 
 ALGORITHM = GroupedTriton()
@@ -17,9 +17,9 @@ ALGORITHM = GroupedTriton()
 @pytest.fixture(autouse=True)
 def _made_anew():
     """Tests change what launches are made from."""
-    _launches.cache_clear()
+    GroupedTriton.launches.forget()
     yield
-    _launches.cache_clear()
+    GroupedTriton.launches.forget()
 
 
 AWKWARD = {name: p for name, p in PROBLEMS.items() if ALGORITHM.why_not_shape(p) is None} | {
