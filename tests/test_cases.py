@@ -790,12 +790,12 @@ def test_b73_the_layer_works_without_a_usable_folder_of_the_user(home, tmp_path)
     if home != "unset":
         environment |= {"HOME": str(blocked / "home"), "CONVSELECT_CACHE": str(blocked / "cache")}
     code = (
-        "import warnings, torch, convselect\\n"
-        "with warnings.catch_warnings(record=True) as caught:\\n"
-        "    warnings.simplefilter('always')\\n"
-        "    for size in (8, 9):\\n"
-        "        convselect.SelectedConv2d(3, 4, 3)(torch.randn(1, 3, size, 8)).sum().backward()\\n"
-        "assert sum(issubclass(w.category, convselect.ConvselectWarning) for w in caught) <= 1\\n"
+        "import warnings, torch, convselect\n"
+        "with warnings.catch_warnings(record=True) as caught:\n"
+        "    warnings.simplefilter('always')\n"
+        "    for size in (8, 9):\n"
+        "        convselect.SelectedConv2d(3, 4, 3)(torch.randn(1, 3, size, 8)).sum().backward()\n"
+        "assert sum(issubclass(w.category, convselect.ConvselectWarning) for w in caught) <= 1\n"
     )
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False, env=environment
