@@ -38,6 +38,11 @@ ops.register_flop_formulas()
 # stride, padding per side, dilation, groups, the three names, settings).
 Verdict = tuple[Any, ...]
 _NATIVE: Verdict = ("native",)
+LEAST_GAIN = 1.6
+"""Predicted times faster than native from which an operator of ours is put into a graph. It has to make up for what
+Inductor does for native convolutions only: fusing what follows, and one layout for all. In MobileNetV2 and ConvNeXt-T,
+whose depthwise layers are predicted at 1.2 to 1.6, mixed graphs ran at 0.85 and 0.99 of all-native ones; ResNet-18
+and U-Net, whose layers are predicted at 1.7 to 2.7, at 1.8 and 2.2 (`python -m benchmarks.compile`)."""
 _seen = threading.local()
 
 
@@ -229,14 +234,20 @@ def _names(
     problem: ConvProblem, x: Tensor, weight: Tensor, needs: Sequence[bool], settings: _settings.Settings
 ) -> tuple[str, str, str]:
     """The algorithms of the forward and of each backward direction; native for gradients that nobody needs."""
-    forward = choice_for(problem, settings).algorithm
+    forward = _name(problem, settings)
     grad_input = grad_weight = NATIVE
     if needs[0]:
         expected = problem._replace(direction=Direction.BACKWARD_DATA, layout=y_layout(x, weight, problem))
-        grad_input = choice_for(expected, settings).algorithm
+        grad_input = _name(expected, settings)
     if needs[1]:
-        grad_weight = choice_for(problem.with_direction(Direction.BACKWARD_WEIGHT), settings).algorithm
+        grad_weight = _name(problem.with_direction(Direction.BACKWARD_WEIGHT), settings)
     return forward, grad_input, grad_weight
+
+
+def _name(problem: ConvProblem, settings: _settings.Settings) -> str:
+    choice = choice_for(problem, settings)
+    too_little = choice.source == "model" and (choice.predicted_gain or 1.0) < LEAST_GAIN
+    return NATIVE if too_little else choice.algorithm
 
 
 __all__ = ["conv2d", "export_conv2d", "verdict"]

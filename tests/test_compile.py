@@ -14,6 +14,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from _parity import bound, favouring
+from fake_model import use_fake
 from problems import relative_error
 from test_ops import ran
 from torch import Tensor, nn
@@ -116,6 +117,19 @@ def test_a_native_choice_is_the_graph_of_conv2d(dynamic):
         backend, seen = recorder()
         torch.compile(converted(stock), backend=backend, fullgraph=True, dynamic=dynamic)(x)
         assert set(seen["forward"]) == {ATEN}
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize(("gain", "name"), [(1.55, ATEN), (1.65, OURS)])
+def test_small_gains_are_left_to_the_compiler(gain, name, dynamic, monkeypatch):
+    """It fuses native convolutions with what follows; an eager call takes them all the same."""
+    use_fake(monkeypatch, "im2col_gemm", gain=gain)
+    layer, x = SelectedConv2d(3, 4, 3), torch.randn(2, 3, 8, 8)
+    backend, seen = recorder()
+    with torch.no_grad():
+        torch.compile(layer, backend=backend, fullgraph=True, dynamic=dynamic)(x)
+    assert seen["inference"] == [name]
+    assert convselect.explain(layer, x).rows[0].algorithm == "im2col_gemm"
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
