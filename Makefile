@@ -1,10 +1,11 @@
 # Two commands do everything on a fresh machine: `make demo` and `make test`.
 # Both set up $(VENV) first if it is not there. torch is pinned and installed before anything else, so that pip takes the
 # CPU build where a file of it is at hand; override with e.g. `make test TORCH=torch==2.10.0`, or leave TORCH empty in an
-# environment that has one.
+# environment that has one. Tests run in WORKERS processes.
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
+WORKERS ?= 2
 BIN := $(VENV)/bin
 READY := $(VENV)/.convselect-ready
 CSRC := setup.py $(wildcard convselect/kernels/csrc/*)
@@ -15,9 +16,8 @@ demo: $(READY)
 	$(BIN)/convselect demo
 
 test: $(READY)
-	$(BIN)/python -m pytest --ignore-glob='tests/test_*_compiles.py'
-	$(BIN)/python -m pytest -n auto tests/test_*_compiles.py
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n auto tests/interpreted
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(WORKERS) tests/interpreted
 
 lint: $(READY)
 	$(BIN)/ruff check .
