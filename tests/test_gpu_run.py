@@ -90,10 +90,12 @@ def test_operands_rotate_through_more_than_the_cache():
 def test_float32_is_tf32_only_where_the_problem_says_so():
     p = conv_problem(1, 1, 3, 3, 1, 3, 3)
     before = (torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32)
-    for tf32 in (True, False):
-        with _gpu_device.precision_of(p._replace(tf32=tf32)):
-            assert torch.backends.cudnn.allow_tf32 is tf32
-            assert torch.backends.cuda.matmul.allow_tf32 is tf32
+    # PyTorch's own test helpers, which other tests of this process may have imported, forbid setting them.
+    with torch.backends.__allow_nonbracketed_mutation():
+        for tf32 in (True, False):
+            with _gpu_device.precision_of(p._replace(tf32=tf32)):
+                assert torch.backends.cudnn.allow_tf32 is tf32
+                assert torch.backends.cuda.matmul.allow_tf32 is tf32
     assert (torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32) == before
 
 
