@@ -86,10 +86,15 @@ def _compile_some(
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_in_worker,
     )
+    crashed = False
     try:
         futures = {pool.submit(_compile, launch, arch): launch for launch in todo}
         for future in concurrent.futures.as_completed(futures, timeout=max(0.1, deadline.remaining_s)):
-            reason = future.result()
+            try:
+                reason = future.result()
+            except concurrent.futures.BrokenExecutor:
+                crashed = True
+                continue  # what others had finished counts
             if reason is None:
                 done.add(futures[future])
             else:
@@ -102,4 +107,4 @@ def _compile_some(
         pass
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-    return False
+    return crashed
