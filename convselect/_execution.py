@@ -39,7 +39,7 @@ def choice_for(problem: ConvProblem, settings: Settings) -> Choice:
     if entry is not None:
         entry.age = choices.clock
         return entry.choice  # type: ignore[no-any-return]
-    predictor = _predictor.get_for(problem) if settings.policy == "auto" else None
+    predictor = _predictor.get_for(problem) if settings.chooses else None
     choice = choose(problem, BY_NAME, settings, predictor=predictor)
     choices.put(key, _Chosen(choice))
     return choice

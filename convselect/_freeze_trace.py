@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from convselect.layer import SelectedConv2d
+from convselect.settings import CHOOSING
 
 Node = fx.Node
 
@@ -140,7 +141,7 @@ def why_not_frozen(conv: nn.Module) -> str | None:
     if "forward" in vars(conv):
         return "its forward was replaced"
     policy = getattr(conv, "policy", None)
-    if policy not in (None, "auto"):
+    if policy is not None and policy not in CHOOSING:
         return f"its policy asks for {policy}"
     if conv.padding_mode != "zeros":
         return f"padding mode {conv.padding_mode}"

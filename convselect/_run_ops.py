@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -59,19 +58,6 @@ _mkldnn_enabled: Any = torch._C._get_mkldnn_enabled
 _fp32_precision: Any = torch._C._get_fp32_precision_getter
 
 
-def encode(settings: Settings) -> str:
-    """Settings as the operators take them."""
-    return f"{settings.policy}|{settings.precision}|{settings.workspace_bytes}"
-
-
-@functools.lru_cache(maxsize=64)
-def decode(text: str) -> Settings:
-    """The reverse of `encode`. Raises ValueError for anything else."""
-    policy, precision, workspace_bytes = text.split("|")
-    with _settings.use(policy, precision=precision, workspace_bytes=int(workspace_bytes)) as settings:
-        return settings
-
-
 def run(
     direction: Direction,
     a: Tensor,
@@ -83,7 +69,7 @@ def run(
     bias: Tensor | None = None,
 ) -> Tensor:
     """One direction on its two operands, in the order of the algorithms' contract."""
-    in_force = decode(settings) if settings else _settings.current()
+    in_force = _settings.parse(settings) if settings else _settings.current()
     stride, padding, dilation, groups = geometry
     key = (
         direction, a.shape, a.stride(), b.shape, b.stride(), a.dtype, b.dtype, a.device,

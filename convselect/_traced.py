@@ -169,7 +169,7 @@ def _in_force(policy: str | None) -> _settings.Settings:
 
 
 def _left_to_pytorch(settings: _settings.Settings, what: str) -> Verdict:
-    if settings.policy in ("auto", NATIVE):
+    if settings.chooses or settings.policy == NATIVE:
         return _NATIVE
     return ("refused", f"{settings.policy} cannot do this convolution: {what} are left to PyTorch")
 
@@ -227,7 +227,7 @@ def _of_stand_ins(
         names = ("", "", "")
     sides = (problem.pad_top, problem.pad_bottom, problem.pad_left, problem.pad_right)
     to = cast if isinstance(cast, torch.dtype) else None
-    return ("operator", to, problem.stride, sides, problem.dilation, groups, names, ops.encode(settings))
+    return ("operator", to, problem.stride, sides, problem.dilation, groups, names, str(settings))
 
 
 def _names(

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from convselect.kernels._contract import Algorithm, Grade, NotApplicable
 from convselect.problem import ConvProblem
-from convselect.settings import Settings
+from convselect.settings import CHOOSING, Settings
 
 GRADE_OF_PRECISION = {"exact": Grade.DIRECT, "native": Grade.CLOSE, "fast": Grade.LOOSE}
 NATIVE = "native"
@@ -73,7 +73,7 @@ def forced(problem: ConvProblem, name: str, algorithms: Mapping[str, Algorithm])
     """
     algorithm = algorithms.get(name)
     if algorithm is None:
-        raise ValueError(f"unknown policy {name!r}; known are 'auto' and {', '.join(sorted(algorithms))}")
+        raise ValueError(f"unknown policy {name!r}; known are {', '.join((*CHOOSING, *sorted(algorithms)))}")
     reason = algorithm.why_not(problem)
     if reason is not None:
         raise NotApplicable(f"{name} cannot do this convolution: {reason} ({problem})")
@@ -102,7 +102,7 @@ def choose(
     Raises:
         ValueError, NotApplicable: as `forced` does.
     """
-    if settings.policy != "auto":
+    if not settings.chooses:
         return forced(problem, settings.policy, algorithms)
     for look_up in (memory, store):
         if look_up is not None:

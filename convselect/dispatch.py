@@ -120,7 +120,7 @@ def _not_ours(settings: Settings, what: str, *arguments: Any) -> Tensor:
     """PyTorch's own convolution, unless an algorithm was asked for by name."""
     x, weight, bias, *_ = arguments
     tensors = isinstance(x, Tensor) and isinstance(weight, Tensor) and (bias is None or isinstance(bias, Tensor))
-    if tensors and settings.policy not in ("auto", NATIVE):
+    if tensors and not (settings.chooses or settings.policy == NATIVE):
         raise NotApplicable(f"{settings.policy} cannot do this convolution: {what} are left to PyTorch")
     return _conv2d(*arguments)  # type: ignore[no-any-return]
 
@@ -244,7 +244,7 @@ class Plan(Entry):
         self, x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any, groups: int
     ) -> Tensor:
         watched = torch._C._len_torch_dispatch_stack() > 0 or torch._C._get_tracing_state() is not None
-        if watched and self.settings.policy == "auto":
+        if watched and self.settings.chooses:
             # Modes and tracers count, record or replay aten's convolution.
             return _conv2d(x, weight, bias, stride, padding, dilation, groups)  # type: ignore[no-any-return]
         # The key does not tell 1 from 1.0 from True, nor one bias from another: what aten would refuse is aten's.
@@ -344,8 +344,8 @@ def _is_legacy_batched(*tensors: Tensor | None) -> bool:
 
 
 def check_policy(policy: str) -> None:
-    """Raises ValueError unless `policy` is "auto" or the name of an algorithm."""
-    if policy != "auto" and policy not in BY_NAME:
+    """Raises ValueError unless `policy` is one that chooses or the name of an algorithm."""
+    if policy not in _settings.CHOOSING and policy not in BY_NAME:
         forced(ConvProblem(Direction.FORWARD, 1, 1, 1, 1, 1, 1, 1), policy, BY_NAME)
 
 

@@ -41,15 +41,12 @@ def same_choices(group: ProcessGroup | None = None) -> None:
     if rank < 0:
         raise ValueError("this rank is not in the group")
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else None
-    defaults = settings.defaults()
-    decided: list[Any] = [
-        (_predictor.get() if rank == 0 else None, (defaults.policy, defaults.precision, defaults.workspace_bytes))
-    ]
+    decided: list[Any] = [(_predictor.get() if rank == 0 else None, settings.defaults())]
     dist.broadcast_object_list(decided, src=dist.get_global_rank(group, 0) if group else 0, group=group, device=device)
-    predictor, (policy, precision, workspace_bytes) = decided[0]
+    predictor, defaults = decided[0]
     abilities: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(abilities, _abilities(), group=group)
-    settings.set_defaults(policy, precision=precision, workspace_bytes=workspace_bytes)
+    settings.set_default_settings(defaults)
     _predictor.give(predictor)
     dispatch.clear()
     if any(other != abilities[0] for other in abilities):

@@ -34,29 +34,25 @@ class enabled(ContextDecorator, TorchFunctionMode):
     the layers where the recomputed bits must be the first ones.
 
     Args:
-        policy, precision, workspace_bytes: as for `convselect.use`, which is what they call: they hold for converted
+        policy, budgets: as for `convselect.use`, which is what they call: they hold for converted
             layers inside as well.
 
     Raises:
         ValueError: for an unknown precision or a negative workspace, on entry.
     """
 
-    def __init__(
-        self, policy: str | None = None, *, precision: str | None = None, workspace_bytes: int | None = None
-    ) -> None:
+    def __init__(self, policy: str | None = None, **budgets: Any) -> None:
         super().__init__()
-        self._arguments = (policy, precision, workspace_bytes)
+        self._policy, self._budgets = policy, budgets
         self._uses: list[AbstractContextManager[settings.Settings]] = []
 
     def _recreate_cm(self) -> enabled:
         # As a decorator: an object per call, so that calls from several threads share nothing.
-        policy, precision, workspace_bytes = self._arguments
-        return enabled(policy, precision=precision, workspace_bytes=workspace_bytes)
+        return enabled(self._policy, **self._budgets)
 
     def __enter__(self) -> enabled:
-        policy, precision, workspace_bytes = self._arguments
-        if policy is not None or precision is not None or workspace_bytes is not None:
-            context = settings.use(policy, precision=precision, workspace_bytes=workspace_bytes)
+        if self._policy is not None or self._budgets:
+            context = settings.use(self._policy, **self._budgets)
             context.__enter__()
             self._uses.append(context)
         super().__enter__()

@@ -115,7 +115,7 @@ def explain(target: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:
     with _recording(target, record):
         target(*inputs, **kwargs)
     predictors = [_predictor.get_for(row.problem) for row in rows] if rows else [_predictor.get()]
-    silent = settings.current().policy == "auto" and not any(predictors)
+    silent = settings.current().chooses and not any(predictors)
     note = "No trained model is in use on this machine: automatic choices are native." if silent else ""
     return Explanation(tuple(rows), note)
 
@@ -142,7 +142,7 @@ def _recording(target: nn.Module, record: Any) -> Iterator[None]:
 
 def _row(layer: str, problem: ConvProblem, used: Settings) -> Row:
     choice = dispatch.choice_for(problem, used)
-    predictor = _predictor.get_for(problem) if used.policy == "auto" else None
+    predictor = _predictor.get_for(problem) if used.chooses else None
     prediction = predictor.predict(problem) if predictor is not None else None
     probability = choice.probability
     if probability is not None and prediction is not None:

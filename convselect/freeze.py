@@ -306,7 +306,7 @@ class _FrozenForward:
                 return self._original(*args, **kwargs)
             args = bound
         settings = _current_settings()
-        if settings.policy != "auto" or any(self._hooks):
+        if not settings.chooses or any(self._hooks):
             return self._original(*args)
         key: list[Any] = [_threads(), settings, _mkldnn_enabled()]
         for a in args:

@@ -29,8 +29,8 @@ def conv2d(
         weight: (K, C / groups, R, S).
         bias: (K,) or None.
         stride, padding, dilation, groups: as in PyTorch; `padding` also takes "same" and "valid".
-        policy: "auto", "native" or the name of an algorithm; None takes the context's (`convselect.use`), then the
-            process's (`CONVSELECT_POLICY`).
+        policy: "auto", "verify", "measure", "native" or the name of an algorithm; None takes the context's
+            (`convselect.use`), then the process's (`CONVSELECT_POLICY`).
 
     Returns:
         (N, K, P, Q), or (K, P, Q) for an unbatched input.

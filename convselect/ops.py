@@ -6,8 +6,8 @@
 
 input is (N, C, H, W), weight (K, C / groups, R, S), y and grad_output (N, K, P, Q), bias (K,); `padding` is per side
 (top, bottom, left, right). `algorithm` names what runs; "" leaves the choice to the run. `conv2d` also carries the
-names for its two backward directions. `settings` are policy, precision and workspace as `encode` writes them; "" means
-those in force when the operator runs. An algorithm that is named but fails, or does not apply where the graph runs, is
+names for its two backward directions. `settings` are policy and budgets as `str(settings)` writes them; "" means those
+in force when the operator runs. An algorithm that is named but fails, or does not apply where the graph runs, is
 one warning and a native result, unless the policy names it: then its error is raised.
 
 Results have aten's strides, and so have the fakes. The operators are closed under differentiation (see `_autograd`);
@@ -26,11 +26,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from convselect._run_ops import Geometry, Sizes, Target, aten, aten_backward, decode, encode, outline, plans, run
+from convselect._run_ops import Geometry, Sizes, Target, aten, aten_backward, outline, plans, run
 from convselect.choose import NATIVE
 from convselect.problem import Direction
 
-__all__ = ["conv2d", "conv2d_grad_input", "conv2d_grad_weight", "decode", "encode", "plans", "register_flop_formulas"]
+__all__ = ["conv2d", "conv2d_grad_input", "conv2d_grad_weight", "plans", "register_flop_formulas"]
 
 FORWARD, BACKWARD_DATA, BACKWARD_WEIGHT = Direction.FORWARD, Direction.BACKWARD_DATA, Direction.BACKWARD_WEIGHT
 

@@ -1,8 +1,17 @@
 """Policy and budgets: what a choice may use. Per call, per context, per process, per environment variable.
 
-`CONVSELECT_POLICY`, `CONVSELECT_PRECISION`, `CONVSELECT_WORKSPACE_BYTES` and `CONVSELECT_CACHE_ENTRIES` set the
-defaults of the process. A `Settings` object is interned: equal settings are the same object, so that it can
-be part of a cache key at the cost of a pointer.
+The process's defaults come from the environment:
+
+    CONVSELECT_POLICY            auto, verify, measure, native, or the name of an algorithm
+    CONVSELECT_PRECISION         exact, native, fast
+    CONVSELECT_WORKSPACE         bytes ("512MiB", "2e8"), a share of free memory ("25%"), or both ("1GiB,25%")
+    CONVSELECT_BATCH_INVARIANT   1: results do not depend on the batch size
+    CONVSELECT_DISABLE           algorithms that may not be chosen: "winograd,fft"
+    CONVSELECT_AUDIT             one call in so many checks that a choice still pays; 0: none
+    CONVSELECT_CACHE_ENTRIES     problems, and call signatures, remembered per process
+
+A `Settings` object is interned: equal settings are the same object, so that it can be part of a cache key at the cost
+of a pointer.
 """
 
 from __future__ import annotations
@@ -10,11 +19,17 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import json
 import os
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+from typing import Any
 
 PRECISIONS = ("exact", "native", "fast")
+CHOOSING = ("auto", "verify", "measure")
+"""Policies that choose; every other names an algorithm."""
+DEFAULT_WORKSPACE_BYTES = 512 * 2**20
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -22,35 +37,137 @@ class Settings:
     """What one context allows.
 
     Attributes:
-        policy: "auto" (memory, then model, then native), "native", or the name of an algorithm, which then runs
-            or raises `NotApplicable`.
+        policy: "auto" (memory, store, model, then native), "verify" (the same, and the first real calls of a problem
+            check it), "measure" (everything is timed before the first call), "native", or the name of an algorithm,
+            which then runs or raises `NotApplicable`.
         precision: "exact" admits direct sums only, "native" a small multiple of native's rounding error
             (at most 1e-5 relative L2 in float32), "fast" at most 2e-5.
-        workspace_bytes: extra memory an automatic choice may use at its peak.
+        workspace_bytes: extra memory that an automatic choice may use at its peak.
+        workspace_share: and at most this share of the memory that is free when the choice is made; 0 to 1.
+        batch_invariant: whether results for one image must not depend on the others in its batch, to the last bit.
+        disabled: names of algorithms, or their beginnings, that no automatic choice takes.
+        audit: one call in so many of a verified choice is timed against native, to see whether it still pays; 0: none.
     """
 
-    policy: str
-    precision: str
-    workspace_bytes: int
+    policy: str = "auto"
+    precision: str = "native"
+    workspace_bytes: int = DEFAULT_WORKSPACE_BYTES
+    workspace_share: float = 1.0
+    batch_invariant: bool = False
+    disabled: tuple[str, ...] = ()
+    audit: int = 0
+
+    @property
+    def chooses(self) -> bool:
+        """Whether the policy leaves the choice to us, instead of naming an algorithm."""
+        return self.policy in CHOOSING
+
+    @property
+    def budgets(self) -> str:
+        """A line that says what a choice made under these settings was allowed: one made under others does not hold."""
+        parts = [self.precision, f"{self.workspace_bytes}B"]
+        if self.workspace_share < 1:
+            parts.append(f"{self.workspace_share:g}")
+        if self.batch_invariant:
+            parts.append("batch_invariant")
+        parts += [f"-{name}" for name in self.disabled]
+        return " ".join(parts)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_intern, (self.policy, self.precision, self.workspace_bytes))
+        return (_intern, _values(self))
+
+    def __str__(self) -> str:
+        return json.dumps(dict(zip(_FIELDS, _values(self), strict=True)))
 
 
-@functools.lru_cache(maxsize=1024)
-def _intern(policy: str, precision: str, workspace_bytes: int) -> Settings:
+_FIELDS = tuple(field.name for field in fields(Settings))
+
+
+def _values(settings: Settings) -> tuple[object, ...]:
+    return tuple(getattr(settings, name) for name in _FIELDS)
+
+
+def _intern(
+    policy: str = "auto",
+    precision: str = "native",
+    workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
+    workspace_share: float = 1.0,
+    batch_invariant: bool = False,
+    disabled: tuple[str, ...] = (),
+    audit: int = 0,
+) -> Settings:
     if precision not in PRECISIONS:
         raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, not {precision!r}")
     if workspace_bytes < 0:
         raise ValueError(f"workspace_bytes must not be negative, got {workspace_bytes}")
-    return Settings(policy, precision, workspace_bytes)
+    if not 0 <= workspace_share <= 1:
+        raise ValueError(f"workspace_share must be between 0 and 1, got {workspace_share}")
+    if audit < 0:
+        raise ValueError(f"audit must not be negative, got {audit}")
+    # The cache tells arguments by name from arguments by position: all of them by position, always.
+    return _interned(policy, precision, workspace_bytes, float(workspace_share), bool(batch_invariant), disabled, audit)
+
+
+@functools.lru_cache(maxsize=1024)
+def _interned(*values: Any) -> Settings:
+    return Settings(*values)
+
+
+@functools.lru_cache(maxsize=64)
+def parse(text: str) -> Settings:
+    """The reverse of `str(settings)`; what an older version did not write is at its default. Raises ValueError for
+    anything else."""
+    values = json.loads(text)
+    if not isinstance(values, dict) or not set(values) <= set(_FIELDS):
+        raise ValueError(f"not settings: {text!r}")
+    return _intern(**{**values, "disabled": tuple(values.get("disabled", ()))})
+
+
+# ---- the environment --------------------------------------------------------------------------------------------
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+def parse_workspace(text: str) -> tuple[int, float]:
+    """(bytes, share of free memory) out of "512MiB", "25%" or both with a comma between.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    size, share = None, None
+    for part in text.split(","):
+        found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*(%|[kmg]?i?b?)\s*", part.lower())
+        if found is None or (found[2] != "%" and found[2] not in _UNITS):
+            raise ValueError(f'a workspace is written "512MiB", "25%" or "512MiB,25%", not {text!r}')
+        if found[2] == "%":
+            share = float(found[1]) / 100
+        else:
+            size = int(float(found[1]) * _UNITS[found[2]])
+    # A share alone is the whole budget.
+    return (2**63 - 1 if size is None else size), (1.0 if share is None else share)
+
+
+def _names(disabled: str | Iterable[str]) -> tuple[str, ...]:
+    """Names in a fixed order, so that equal sets of them are equal settings."""
+    names = disabled.split(",") if isinstance(disabled, str) else disabled
+    return tuple(sorted({name.strip() for name in names if name.strip()}))
 
 
 def _from_environment() -> Settings:
+    read = os.environ.get
+    workspace = read("CONVSELECT_WORKSPACE")
+    # The older name, bytes only, is understood as well.
+    size, share = parse_workspace(workspace) if workspace else (DEFAULT_WORKSPACE_BYTES, 1.0)
+    if not workspace and (older := read("CONVSELECT_WORKSPACE_BYTES")):
+        size = int(older)
     return _intern(
-        os.environ.get("CONVSELECT_POLICY", "auto"),
-        os.environ.get("CONVSELECT_PRECISION", "native"),
-        int(os.environ.get("CONVSELECT_WORKSPACE_BYTES", 512 * 2**20)),
+        read("CONVSELECT_POLICY", "auto"),
+        read("CONVSELECT_PRECISION", "native"),
+        size,
+        share,
+        read("CONVSELECT_BATCH_INVARIANT", "0").lower() in ("1", "true", "yes", "on"),
+        _names(read("CONVSELECT_DISABLE", "")),
+        int(read("CONVSELECT_AUDIT", "0")),
     )
 
 
@@ -59,6 +176,9 @@ CACHE_ENTRIES = int(os.environ.get("CONVSELECT_CACHE_ENTRIES", 4096))
 
 _default = _from_environment()
 _override: contextvars.ContextVar[Settings | None] = contextvars.ContextVar("convselect_settings", default=None)
+
+
+# ---- in force ---------------------------------------------------------------------------------------------------
 
 
 def current() -> Settings:
@@ -74,29 +194,54 @@ def defaults() -> Settings:
 @functools.lru_cache(maxsize=1024)
 def with_policy(settings: Settings, policy: str) -> Settings:
     """The same budgets under another policy."""
-    return _intern(policy, settings.precision, settings.workspace_bytes)
+    return _changed(settings, policy)
 
 
-def _merged(base: Settings, changes: dict[str, object]) -> Settings:
-    values = asdict(base)
-    for name, value in changes.items():
-        if value is not None:
-            values[name] = value
-    return _intern(values["policy"], values["precision"], values["workspace_bytes"])
+def _changed(
+    base: Settings, policy: str | None = None, disable: str | Iterable[str] | None = None, **budgets: Any
+) -> Settings:
+    changes = {"policy": policy, "disabled": None if disable is None else _names(disable), **budgets}
+    values: dict[str, Any] = dict(zip(_FIELDS, _values(base), strict=True))
+    values |= {name: value for name, value in changes.items() if value is not None}
+    return _intern(**values)
 
 
 @contextlib.contextmanager
 def use(
-    policy: str | None = None, *, precision: str | None = None, workspace_bytes: int | None = None
+    policy: str | None = None,
+    *,
+    precision: str | None = None,
+    workspace_bytes: int | None = None,
+    workspace_share: float | None = None,
+    batch_invariant: bool | None = None,
+    disable: str | Iterable[str] | None = None,
+    audit: int | None = None,
 ) -> Iterator[Settings]:
     """Within this context, choose by `policy` and within these budgets. Nests; local to the thread or task.
 
-    A backward pass uses the settings under which its forward ran.
+    What is None stays as it is outside. A backward pass uses the settings under which its forward ran.
+
+    Args:
+        policy: "auto", "verify", "measure", "native" or an algorithm's name.
+        precision: "exact", "native" or "fast".
+        workspace_bytes, workspace_share: bounds on extra memory, in bytes and as a share of what is free; both hold.
+        batch_invariant: results for one image do not depend on its batch, to the last bit.
+        disable: names of algorithms, or their beginnings ("winograd"), that may not be chosen; replaces those outside.
+        audit: time one call in so many of a verified choice against native; 0: never.
 
     Raises:
-        ValueError: for an unknown precision or a negative workspace. An unknown policy is named at the first call.
+        ValueError: for values outside their ranges. An unknown policy is named at the first call.
     """
-    settings = _merged(current(), {"policy": policy, "precision": precision, "workspace_bytes": workspace_bytes})
+    settings = _changed(
+        current(),
+        policy,
+        precision=precision,
+        workspace_bytes=workspace_bytes,
+        workspace_share=workspace_share,
+        batch_invariant=batch_invariant,
+        disable=disable,
+        audit=audit,
+    )
     token = _override.set(settings)
     try:
         yield settings
@@ -104,10 +249,15 @@ def use(
         _override.reset(token)
 
 
-def set_defaults(
-    policy: str | None = None, *, precision: str | None = None, workspace_bytes: int | None = None
-) -> Settings:
-    """Change the process's defaults (all threads, outside any `use(...)`); returns them. Raises as `use` does."""
+def set_defaults(policy: str | None = None, **budgets: Any) -> Settings:
+    """Change the process's defaults (all threads, outside any `use(...)`); returns them. Takes what `use` takes, and
+    raises what it raises."""
     global _default
-    _default = _merged(_default, {"policy": policy, "precision": precision, "workspace_bytes": workspace_bytes})
+    _default = _changed(_default, policy, **budgets)
     return _default
+
+
+def set_default_settings(settings: Settings) -> None:
+    """Make these the process's defaults, whole."""
+    global _default
+    _default = settings

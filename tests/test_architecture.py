@@ -63,7 +63,7 @@ ALLOWED = {
     "distributed": {"_predictor", "_warnings", "dispatch", "kernels", "settings"},
     "layer": {"dispatch"},
     "convert": {"dispatch", "layer"},
-    "_freeze_trace": {"layer"},  # freeze
+    "_freeze_trace": {"layer", "settings"},  # freeze
     "_freeze_watch": {"kernels"},  # freeze
     "_freeze_block": {"choose", "kernels", "problem", "settings", "timing"},  # freeze
     "_freeze_conv": {"_calls", "_freeze_block", "_freeze_trace", "kernels", "problem", "settings"},  # freeze

@@ -12,11 +12,12 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import convselect
 from convselect import _warnings, ops
+from convselect import settings as settings_file
 from convselect.kernels import BY_NAME, NotApplicable
 from convselect.problem import ConvProblem, Direction, conv_problem
 
 LAYOUTS = ("contiguous", "channels_last", "transposed")
-AUTO = "auto|native|536870912"
+AUTO = "{}"  # all at their defaults
 # One problem for each algorithm that it applies to in all three directions.
 ALGORITHMS = {
     "native": "3x3", "native_channels_last": "stride 2", "native_contiguous": "groups 2", "im2col_gemm": "stride 2",
@@ -153,7 +154,7 @@ def test_each_direction_runs_what_it_names(monkeypatch):
 def test_settings_of_the_graph_or_of_the_run(monkeypatch):
     found = ran(monkeypatch)
     x, weight, _ = random_operands(P3)
-    for settings, inside in (("", "winograd2"), ("im2col_gemm|native|0", "im2col_gemm")):
+    for settings, inside in (("", "winograd2"), ('{"policy": "im2col_gemm"}', "im2col_gemm")):
         with convselect.use("winograd2"):
             ops.conv2d(x, weight, None, *geometry(P3), settings=settings)
         assert found.pop() == (inside, Direction.FORWARD)
@@ -162,7 +163,7 @@ def test_settings_of_the_graph_or_of_the_run(monkeypatch):
             assert found.pop() == (inside, Direction.FORWARD)
     settings = convselect.use("winograd4", precision="fast", workspace_bytes=17)
     with settings as inner:
-        assert ops.decode(ops.encode(inner)) is inner
+        assert settings_file.parse(str(inner)) is inner
 
 
 def test_an_algorithm_that_fails_falls_back(monkeypatch):
@@ -179,7 +180,7 @@ def test_an_algorithm_that_fails_falls_back(monkeypatch):
         else:
             got = op(*arguments)  # warned once
         assert_same(got.detach(), expected, bound(got.dtype), str(op))
-    for op, arguments in calls(P3, "contiguous", "winograd2", "winograd2|native|536870912"):
+    for op, arguments in calls(P3, "contiguous", "winograd2", '{"policy": "winograd2"}'):
         with pytest.raises(MemoryError):
             op(*arguments)
 
@@ -196,7 +197,7 @@ def test_a_graph_from_elsewhere_may_name_what_does_not_apply(monkeypatch, name, 
     assert_same(got.detach(), native(p, "contiguous")[0], bound(got.dtype), name)
     if name in BY_NAME:
         with pytest.raises(NotApplicable, match=reason):
-            op(*arguments[:-1], f"{name}|native|536870912")
+            op(*arguments[:-1], f'{{"policy": "{name}"}}')
 
 
 def test_plans_are_found_again_and_forgotten(monkeypatch):
