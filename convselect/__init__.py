@@ -7,6 +7,7 @@ convselect.convert(model)      # in place; the same model, faster
 from convselect import distributed
 from convselect import ops as ops  # registers the operators that a saved graph may hold
 from convselect._predictor import unload
+from convselect._remembered import configure as set_store
 from convselect._warnings import ConvselectWarning
 from convselect.convert import ConversionReport, convert, revert
 from convselect.dispatch import clear
@@ -45,6 +46,7 @@ __all__ = [
     "freeze",
     "revert",
     "set_defaults",
+    "set_store",
     "unfreeze",
     "unload",
     "use",

@@ -1,60 +1,42 @@
-"""The store: measured times on disk, with the environment they were measured in. One SQLite file.
+"""The store: choices and measured times on disk, with the environment they were made in. One SQLite file.
 
     environment   device, instruction set, versions, malloc settings: what must be the same for times to be compared
     problem       one line of text each, `str(ConvProblem)`
     measurement   one algorithm on one problem in one environment: status, clock, minimum, median, p20, p80, rounds
     sentinel      a fixed problem's time before and after each block of problems: how far the machine drifted meanwhile
-    choice        what was settled for a problem: algorithm, parameters, where that came from
+    choice        what was settled for a problem under some budgets: algorithm, its parameters and revision, where that
+                  came from, when it was made and last used
 
 A problem's measurements are written in one transaction, so an interrupted collector leaves whole problems behind.
-SQLite's rollback journal and file locks make two processes on one machine safe; a reader never sees half a problem.
+SQLite's journal and file locks make many processes on one machine safe; a reader never sees half a problem.
 """
 
 from __future__ import annotations
 
-import contextlib
-import datetime
 import hashlib
 import json
 import os
-import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from convselect._store_choices import Choices, Decision, Stored
+from convselect._store_file import (
+    APPLICATION_ID,
+    BUSY_S,
+    SCHEMA_VERSION,
+    BusyStoreError,
+    DamagedStoreError,
+    NewerStoreError,
+    StoreError,
+    now,
+)
 from convselect.model.dataset import MACHINE, Row, environment_path, write_rows
 from convselect.problem import ConvProblem
 
-SCHEMA_VERSION = 1
-APPLICATION_ID = 0x63766C73  # "cvls": says whose file this is
-BUSY_S = 30.0
-"""How long a writer waits for another one."""
-
-_SCHEMA = """
-create table environment (
-    id integer primary key, fingerprint text not null unique, description text not null, created text not null);
-create table problem (id integer primary key, text text not null unique);
-create table measurement (
-    environment integer not null references environment, problem integer not null references problem,
-    algorithm text not null, revision integer not null, repeat integer not null, pool text not null,
-    block integer not null, model text not null, status text not null, clock text not null,
-    min_us real, median_us real, p20_us real, p80_us real, wall_us real, rounds integer not null,
-    primary key (environment, problem, algorithm, revision, repeat)) without rowid;
-create table sentinel (
-    environment integer not null references environment, block integer not null, before_us real not null,
-    after_us real not null, primary key (environment, block)) without rowid;
-create table choice (
-    environment integer not null references environment, problem integer not null references problem,
-    algorithm text not null, params text, source text not null, gain real, made text not null,
-    primary key (environment, problem)) without rowid;
-"""
 _TIMES = ("min_us", "median_us", "p20_us", "p80_us", "wall_us")
 # What differs from run to run without making times incomparable.
 _PASSING = ("load_average", "threads", "cpus")
-
-
-class StoreError(RuntimeError):
-    """The file is no store, a damaged one, or one of a newer version; the message says which."""
 
 
 def fingerprint(environment: Mapping[str, Any]) -> str:
@@ -64,63 +46,18 @@ def fingerprint(environment: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
 
-class Store:
+class Store(Choices):
     """A store's file, opened; made where it does not exist. Use as a context manager, or `close`.
 
+    Args:
+        read_only: nothing is made or changed; the file may lie where nobody may write.
+        busy_s: how long to wait for another process, in seconds.
+        shared: whether several threads use this one, one at a time.
+
     Raises:
-        StoreError: where the file is not a store, or of a newer version.
+        StoreError: where the file is not a store, of a newer version, or locked for longer than `busy_s`.
         OSError: where it cannot be made or opened.
     """
-
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        if not self.path.parent.is_dir():
-            raise FileNotFoundError(f"there is no directory {self.path.parent}")
-        try:
-            self._db = sqlite3.connect(self.path, timeout=BUSY_S, isolation_level=None)
-        except sqlite3.OperationalError as error:
-            raise OSError(f"{self.path} cannot be opened: {error}") from error
-        try:
-            self._open()
-        except sqlite3.DatabaseError as error:
-            self._db.close()
-            raise StoreError(f"{self.path} is not a readable store: {error}") from error
-        except BaseException:
-            self._db.close()
-            raise
-
-    def _open(self) -> None:
-        self._db.execute("pragma foreign_keys = on")
-        with self._writing() if self._version() == 0 else contextlib.nullcontext():
-            version = self._version()  # asked again under the lock: another process may have been first
-            if version == 0:
-                if self._db.execute("select count(*) from sqlite_master").fetchone()[0]:
-                    raise StoreError(f"{self.path} is a database of something else")
-                for statement in _SCHEMA.split(";"):
-                    self._db.execute(statement)
-                self._db.execute(f"pragma application_id = {APPLICATION_ID}")
-                self._db.execute(f"pragma user_version = {SCHEMA_VERSION}")
-                return
-        if self._db.execute("pragma application_id").fetchone()[0] != APPLICATION_ID:
-            raise StoreError(f"{self.path} is a database of something else")
-        if version > SCHEMA_VERSION:
-            raise StoreError(f"{self.path} has version {version}; this convselect reads up to {SCHEMA_VERSION}")
-
-    def _version(self) -> int:
-        return int(self._db.execute("pragma user_version").fetchone()[0])
-
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
-        self._db.execute("begin immediate")
-        try:
-            yield
-        except BaseException:
-            self._db.execute("rollback")
-            raise
-        self._db.execute("commit")
-
-    def close(self) -> None:
-        self._db.close()
 
     def __enter__(self) -> Store:
         return self
@@ -130,13 +67,13 @@ class Store:
 
     # ---- environments -------------------------------------------------------------------------------------------
 
-    def environment(self, description: Mapping[str, Any]) -> int:
-        """The number of the environment with this description's fingerprint; entered now if it is new."""
-        mark = fingerprint(description)
-        with self._writing():
+    def environment(self, description: Mapping[str, Any], mark: str | None = None) -> int:
+        """The number of the environment with this fingerprint, by default the description's; entered now if new."""
+        mark = fingerprint(description) if mark is None else mark
+        with self.writing():
             self._db.execute(
                 "insert or ignore into environment (fingerprint, description, created) values (?, ?, ?)",
-                (mark, json.dumps(description, sort_keys=True), _now()),
+                (mark, json.dumps(description, sort_keys=True), now()),
             )
             found = self._db.execute("select id from environment where fingerprint = ?", (mark,)).fetchone()
         return int(found[0])
@@ -145,6 +82,13 @@ class Store:
         """Number -> description of every environment."""
         rows = self._db.execute("select id, description from environment order by id")
         return {int(number): json.loads(text) for number, text in rows}
+
+    def fingerprints(self) -> dict[int, str]:
+        """Number -> fingerprint of every environment."""
+        return {
+            int(number): text
+            for number, text in self._db.execute("select id, fingerprint from environment order by id")
+        }
 
     # ---- measurements -------------------------------------------------------------------------------------------
 
@@ -155,21 +99,22 @@ class Store:
             pool: names the algorithms that were candidates, so that a later, larger pool counts the problem as new.
             block: the stretch of time between two sentinels that these belong to.
         """
-        with self._writing():
+        time = now()
+        with self.writing():
             for row in rows:
                 text = str(row.problem)
                 self._db.execute("insert or ignore into problem (text) values (?)", (text,))
                 times = [None if value != value else value for value in (getattr(row, name) for name in _TIMES)]
                 self._db.execute(
                     "insert or replace into measurement values "
-                    "(?, (select id from problem where text = ?), ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                    "(?, (select id from problem where text = ?), ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                     (environment, text, row.algorithm, row.revision, row.repeat, pool, block, row.model, row.status,
-                     row.clock, *times, row.rounds),
+                     row.clock, *times, row.rounds, time),
                 )  # fmt: skip
 
     def add_sentinel(self, environment: int, block: int, before_us: float, after_us: float) -> None:
         """The fixed problem's time around a block."""
-        with self._writing():
+        with self.writing():
             self._db.execute(
                 "insert or replace into sentinel values (?, ?, ?, ?)", (environment, block, before_us, after_us)
             )
@@ -271,11 +216,36 @@ def is_store(path: str | Path) -> bool:
 
 
 def user_cache() -> Path:
-    """Where this user's files of convselect lie: `CONVSELECT_CACHE`, else below `XDG_CACHE_HOME` or ~/.cache."""
-    own = os.environ.get("CONVSELECT_CACHE")
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(own) if own else Path(base) / "convselect"
+    """Where this user's files of convselect lie: `CONVSELECT_CACHE`, else a folder of the platform's cache directory
+    (on Linux below `XDG_CACHE_HOME` or ~/.cache).
+
+    Raises:
+        OSError: where this user has no home.
+    """
+    if own := os.environ.get("CONVSELECT_CACHE"):
+        return Path(own)
+    import platformdirs
+
+    found = Path(platformdirs.user_cache_dir("convselect", appauthor=False))
+    if not found.is_absolute():
+        raise OSError("this user has no home directory to keep a cache in")
+    return found
 
 
-def _now() -> str:
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+__all__ = [
+    "APPLICATION_ID",
+    "BUSY_S",
+    "SCHEMA_VERSION",
+    "BusyStoreError",
+    "DamagedStoreError",
+    "Decision",
+    "NewerStoreError",
+    "Store",
+    "StoreError",
+    "Stored",
+    "export",
+    "fingerprint",
+    "is_store",
+    "pool_mark",
+    "user_cache",
+]

@@ -25,7 +25,22 @@ ALLOWED = {
     "features": {"problem"},
     "choose": {"kernels", "problem", "settings"},
     "model": {"problem", "features", "kernels", "timing", "settings", "choose", "_calls", "store"},
-    "store": {"model", "problem"},  # rows, as the collector writes them and training reads them
+    "_store_file": set(),  # store
+    "_store_choices": {"_store_file", "problem"},  # store
+    "_store_aside": {"_store_choices", "_store_file"},  # _remembered
+    "_here": {"model", "store", "timing"},  # _remembered
+    "_remembered": {
+        "_here",
+        "_store_aside",
+        "_store_file",
+        "_warnings",
+        "kernels",
+        "problem",
+        "store",
+        "timing",
+    },
+    # rows, as the collector writes them and training reads them
+    "store": {"_store_choices", "_store_file", "model", "problem"},
     "_predictor": {"model", "store", "_warnings"},
     "calibrate": {"_predictor", "kernels", "model", "problem", "timing"},
     "_aten_strides": {"_autograd", "kernels", "problem"},  # dispatch

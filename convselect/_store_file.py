@@ -1,0 +1,273 @@
+"""A store's file: opened, checked, brought to this version's schema, written to in short transactions.
+
+Its journal is a write-ahead log, so that readers and a writer do not wait for each other. On network mounts, whose
+processes share no memory, and wherever else SQLite refuses one, it is the rollback journal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import sqlite3
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from urllib.parse import quote
+
+SCHEMA_VERSION = 2
+APPLICATION_ID = 0x63766C73  # "cvls": says whose file this is
+BUSY_S = 30.0
+"""How long a writer waits for another one."""
+_LOG_BYTES = 4 * 2**20
+"""What a write-ahead log is cut down to once its contents are in the main file."""
+
+_CHOICE = """
+create table choice (
+    environment integer not null references environment, problem integer not null references problem,
+    budgets text not null, algorithm text not null, params text, source text not null, gain real,
+    revision integer not null, samples integer not null, made text not null, used text not null,
+    checksum integer not null, primary key (environment, problem, budgets)) without rowid;
+create index choice_used on choice (used);
+create index measurement_used on measurement (used);
+create index measurement_problem on measurement (problem);
+create index choice_problem on choice (problem);
+"""
+_SCHEMA = f"""
+create table environment (
+    id integer primary key, fingerprint text not null unique, description text not null, created text not null);
+create table problem (id integer primary key, text text not null unique);
+create table measurement (
+    environment integer not null references environment, problem integer not null references problem,
+    algorithm text not null, revision integer not null, repeat integer not null, pool text not null,
+    block integer not null, model text not null, status text not null, clock text not null,
+    min_us real, median_us real, p20_us real, p80_us real, wall_us real, rounds integer not null,
+    used text not null default '', primary key (environment, problem, algorithm, revision, repeat)) without rowid;
+create table sentinel (
+    environment integer not null references environment, block integer not null, before_us real not null,
+    after_us real not null, primary key (environment, block)) without rowid;
+{_CHOICE}"""
+_NETWORK = ("nfs", "cifs", "smb", "afs", "9p", "ceph", "lustre", "gpfs", "gluster", "beegfs", "fuse.sshfs", "ncp")
+_checked: set[tuple[str, int, int]] = set()
+"""Files whose pages this process has looked through: path, device, inode."""
+
+
+class StoreError(RuntimeError):
+    """The file is no store, a damaged one, or one of a newer version; the message says which."""
+
+
+class NewerStoreError(StoreError):
+    """The store was written by a later version of this package."""
+
+
+class DamagedStoreError(StoreError):
+    """The file is not SQLite's, is broken, or holds something else's tables."""
+
+
+class BusyStoreError(StoreError):
+    """Another process has the store locked."""
+
+
+def kind_of(error: BaseException) -> str:
+    """ "busy" where another process holds the file and waiting may help, "damaged" where its contents are at fault,
+    else "other": no space, no permission, a disk or a file system that fails."""
+    if isinstance(error, BusyStoreError):
+        return "busy"
+    if isinstance(error, DamagedStoreError):
+        return "damaged"
+    if not isinstance(error, sqlite3.Error):
+        return "other"
+    code, text = getattr(error, "sqlite_errorcode", None), str(error)  # the code is there from Python 3.11 on
+    if code is not None:
+        return {5: "busy", 6: "busy", 11: "damaged", 26: "damaged"}.get(code & 0xFF, "other")
+    if text.endswith("is locked"):
+        return "busy"
+    return "damaged" if "malformed" in text or "not a database" in text else "other"
+
+
+def now() -> str:
+    """Date and time in UTC, to the second; sorts as text."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+class StoreFile:
+    """A store's file, opened; made where it does not exist. Use as a context manager, or `close`.
+
+    Args:
+        read_only: nothing is made, changed or brought up to date; the file may lie where nobody may write.
+        busy_s: how long to wait for another process before giving up.
+        shared: whether several threads use this one, one at a time (the caller sees to that).
+
+    Raises:
+        StoreError: where the file is not a store (`DamagedStoreError`), of a newer version (`NewerStoreError`), or
+            locked for longer than `busy_s` (`BusyStoreError`).
+        OSError: where it cannot be made or opened.
+    """
+
+    def __init__(
+        self, path: str | Path, *, read_only: bool = False, busy_s: float = BUSY_S, shared: bool = False
+    ) -> None:
+        self.path = Path(path)
+        self.read_only = read_only
+        self.version = SCHEMA_VERSION
+        if not self.path.parent.is_dir():
+            raise FileNotFoundError(f"there is no directory {self.path.parent}")
+        if read_only and not self.path.is_file():
+            raise FileNotFoundError(f"there is no file {self.path}")
+        modes = ["mode=ro"] if read_only else [""]
+        if read_only and not any(os.path.exists(f"{self.path}{end}") for end in ("-wal", "-journal")):
+            modes.append("immutable=1")
+        for mode in modes:
+            try:
+                self._db = self._connect(mode, busy_s, shared)
+                try:
+                    self._open()
+                    return
+                except BaseException:
+                    self._db.close()
+                    raise
+            except sqlite3.DatabaseError as error:
+                # Without a log beside it, and where none can be made, a file is read as one that never changes.
+                if mode == modes[-1] or kind_of(error) != "other":
+                    raise self._translated(error) from error
+
+    def _connect(self, mode: str, busy_s: float, shared: bool) -> sqlite3.Connection:
+        name = f"file:{quote(str(self.path.absolute()))}?{mode}" if mode else str(self.path)
+        return sqlite3.connect(
+            name,
+            timeout=busy_s,
+            isolation_level=None,
+            uri=bool(mode),
+            check_same_thread=not shared,
+            cached_statements=64,
+        )
+
+    def _translated(self, error: sqlite3.DatabaseError) -> Exception:
+        kind = kind_of(error)
+        if kind == "damaged":
+            return DamagedStoreError(f"{self.path} is not a readable store: {error}")
+        if kind == "busy":
+            return BusyStoreError(f"{self.path} is in use: {error}")
+        return OSError(f"{self.path} cannot be opened: {error}")
+
+    def _open(self) -> None:
+        self._db.execute("pragma foreign_keys = on")
+        version = self._version()
+        if version == 0 and not self.read_only and not self._has_tables():
+            self._db.execute("pragma auto_vacuum = incremental")  # takes effect only before the first table
+            self._set_journal()
+            with self.writing():
+                if self._version() == 0 and not self._has_tables():  # else another process was first
+                    self._run(_SCHEMA)
+                    self._db.execute(f"pragma application_id = {APPLICATION_ID}")
+                    self._db.execute(f"pragma user_version = {SCHEMA_VERSION}")
+            version = self._version()
+        if self._db.execute("pragma application_id").fetchone()[0] != APPLICATION_ID:
+            raise DamagedStoreError(f"{self.path} is a database of something else")
+        if version > SCHEMA_VERSION:
+            raise NewerStoreError(f"{self.path} has version {version}; this convselect reads up to {SCHEMA_VERSION}")
+        self._check_once()
+        if self.read_only:
+            self.version = version
+            return
+        self._set_journal()
+        if version < SCHEMA_VERSION:
+            with self.writing():
+                if self._version() < SCHEMA_VERSION:
+                    self._migrate()
+
+    def _version(self) -> int:
+        return int(self._db.execute("pragma user_version").fetchone()[0])
+
+    def _has_tables(self) -> bool:
+        return bool(self._db.execute("select count(*) from sqlite_master").fetchone()[0])
+
+    def _run(self, statements: str) -> None:
+        for statement in statements.split(";"):
+            self._db.execute(statement)
+
+    def _migrate(self) -> None:
+        """From version 1, whose choices knew neither budgets nor revisions. Nothing ever wrote one."""
+        self._db.execute("drop table choice")
+        self._db.execute("alter table measurement add column used text not null default ''")
+        self._run(_CHOICE)
+        self._db.execute(f"pragma user_version = {SCHEMA_VERSION}")
+
+    def _check_once(self) -> None:
+        """Look through the file's pages, once per process: a choice must not wait for that again."""
+        found = self.path.stat()
+        mark = (str(self.path.absolute()), found.st_dev, found.st_ino)
+        if mark not in _checked:
+            if wrong := self.problems():
+                raise DamagedStoreError(f"{self.path} is not a readable store: {wrong[0]}")
+            _checked.add(mark)
+
+    def problems(self, *, thorough: bool = False) -> list[str]:
+        """What is wrong with the file's pages, at most ten lines; `thorough` compares indices with their tables too."""
+        what = "integrity_check" if thorough else "quick_check"
+        return [str(line) for (line,) in self._db.execute(f"pragma {what}(10)") if line != "ok"]
+
+    # ---- the journal --------------------------------------------------------------------------------------------
+
+    def _set_journal(self) -> None:
+        if self.journal == "wal":
+            # A crash of the machine may then undo the last transactions, but breaks nothing; a killed process loses
+            # none.
+            self._db.execute("pragma synchronous = normal")
+            self._db.execute(f"pragma journal_size_limit = {_LOG_BYTES}")
+            return
+        if on_network(self.path):
+            return
+        with contextlib.suppress(sqlite3.OperationalError):  # in use, or a file system without shared memory
+            if self._db.execute("pragma journal_mode = wal").fetchone()[0] == "wal":
+                self._set_journal()
+
+    @property
+    def journal(self) -> str:
+        """ "wal", or "delete": the rollback journal."""
+        return str(self._db.execute("pragma journal_mode").fetchone()[0])
+
+    # ---- transactions -------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """One transaction: all of it or nothing."""
+        self._db.execute("begin immediate")
+        try:
+            yield
+            self._db.execute("commit")
+        except BaseException:
+            if self._db.in_transaction:  # a full disk has ended it already
+                self._db.execute("rollback")
+            raise
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of pages that hold something."""
+        pages, free, size = (
+            int(self._db.execute(f"pragma {name}").fetchone()[0])
+            for name in ("page_count", "freelist_count", "page_size")
+        )
+        return (pages - free) * size
+
+    def compact(self) -> None:
+        """Give free pages back to the file system."""
+        self._db.execute("vacuum")
+
+    def close(self) -> None:
+        self._db.close()
+
+
+def on_network(path: Path, mounts: Callable[[], str] | None = None) -> bool:
+    """Whether a file lies on a mount that other machines may write to as well. False where nobody can tell."""
+    try:
+        text = mounts() if mounts is not None else Path("/proc/self/mounts").read_text(errors="replace")
+        place = os.path.realpath(path)
+    except OSError:
+        return False
+    longest, kind = -1, ""
+    for line in text.splitlines():
+        _, mount, found, *_ = (*line.split(), "", "", "")
+        mount = mount.replace("\\040", " ").rstrip("/")
+        if (place == mount or place.startswith(mount + "/")) and len(mount) >= longest:
+            longest, kind = len(mount), found
+    return kind.startswith(_NETWORK)
