@@ -114,7 +114,7 @@ class StoreFile:
         if read_only and not self.path.is_file():
             raise FileNotFoundError(f"there is no file {self.path}")
         modes = ["mode=ro"] if read_only else [""]
-        if read_only and not any(os.path.exists(f"{self.path}{end}") for end in ("-wal", "-journal")):
+        if read_only and not any(_has_content(f"{self.path}{end}") for end in ("-wal", "-journal")):
             modes.append("immutable=1")
         for mode in modes:
             try:
@@ -206,6 +206,12 @@ class StoreFile:
         what = "integrity_check" if thorough else "quick_check"
         return [str(line) for (line,) in self._db.execute(f"pragma {what}(10)") if line != "ok"]
 
+    def dangling(self) -> list[str]:
+        """Rows that refer to what is not there: table, and what it refers to."""
+        return [
+            f"{table}: a row of no {parent}" for table, _, parent, _ in self._db.execute("pragma foreign_key_check")
+        ]
+
     # ---- the journal --------------------------------------------------------------------------------------------
 
     def _set_journal(self) -> None:
@@ -255,6 +261,10 @@ class StoreFile:
 
     def close(self) -> None:
         self._db.close()
+
+
+def _has_content(path: str) -> bool:
+    return os.path.exists(path) and os.path.getsize(path) > 0
 
 
 def on_network(path: Path, mounts: Callable[[], str] | None = None) -> bool:
