@@ -266,8 +266,11 @@ def user_cache() -> Path:
         return Path(own)
     import platformdirs
 
-    found = Path(platformdirs.user_cache_dir("convselect", appauthor=False))
-    if not found.is_absolute():
+    try:
+        found = Path(platformdirs.user_cache_dir("convselect", appauthor=False))
+    except RuntimeError as error:
+        raise OSError(f"this user has no home directory to keep a cache in: {error}") from error
+    if not found.is_absolute():  # earlier versions leave a "~" that nobody could expand
         raise OSError("this user has no home directory to keep a cache in")
     return found
 
