@@ -128,9 +128,9 @@ class _Process:
         if kind == "damaged" and not self.damaged:
             self.damaged = True
             try:
-                path = self.path
+                judged = getattr(error, "inode", None) or (None if self.store is None else self.store.inode)
                 self.close(quickly=True)
-                aside = set_aside(path)
+                aside = set_aside(self.path, judged)
                 kept = f"; it is kept as {aside}" if aside else ""
                 self.warnings.append(("store", f"convselect: {error}{kept}, and a new one is begun."))
                 return

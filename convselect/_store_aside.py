@@ -7,27 +7,24 @@ import datetime
 import os
 from pathlib import Path
 
-from convselect._store_choices import Choices
-from convselect._store_file import _checked, kind_of
 
-_BUSY_S = 0.2
-
-
-def set_aside(path: Path) -> Path | None:
+def set_aside(path: Path, judged: int | None) -> Path | None:
     """Rename a damaged file and what SQLite keeps beside it, so that nothing of it is lost and a new one can be begun;
     the new name. None where another process did so first.
+
+    Args:
+        judged: inode of the file that was found damaged; another one by this name is not touched.
 
     Raises:
         OSError: where it cannot be renamed.
     """
-    judged = path.stat().st_ino if path.exists() else None
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         with contextlib.suppress(ImportError, OSError):  # not everywhere: two processes at once are rare enough
             import fcntl
 
             fcntl.flock(folder, fcntl.LOCK_EX)
-        if judged is None or not path.exists() or path.stat().st_ino != judged or _is_whole(path):
+        if judged is None or not path.exists() or path.stat().st_ino != judged:
             return None
         stem = f"{path.name}.damaged-{datetime.date.today().isoformat()}"
         names = (stem, *(f"{stem}-{i}" for i in range(2, 1000)))
@@ -38,19 +35,3 @@ def set_aside(path: Path) -> Path | None:
         return aside
     finally:
         os.close(folder)
-
-
-def _is_whole(path: Path) -> bool:
-    """Whether another process has begun a new file there meanwhile."""
-    try:
-        found = path.stat()
-        _checked.discard((str(path.absolute()), found.st_dev, found.st_ino))
-        store = Choices(path, read_only=True, busy_s=_BUSY_S)
-        try:
-            damaged: list[str] = []
-            list(store.decisions(damaged=damaged))
-            return not damaged
-        finally:
-            store.close()
-    except Exception as error:
-        return kind_of(error) == "busy"

@@ -171,6 +171,10 @@ class Choices(StoreFile):
                 continue
             yield Stored(number, found, made, used)
 
+    def problem_texts(self) -> list[str]:
+        """Every problem that something was entered for, as text."""
+        return [str(text) for (text,) in self._db.execute("select text from problem order by id")]
+
     # ---- bounds -------------------------------------------------------------------------------------------------
 
     def counts(self) -> tuple[int, int]:
@@ -210,7 +214,7 @@ class Choices(StoreFile):
             while size_bytes is not None and self.used_bytes > size_bytes and (left := sum(self.counts())):
                 gone += self._forget(left // 10 + 1)
                 self._forget_problems(gone)
-        self._db.execute("pragma incremental_vacuum").fetchall()
+        self._db.executescript("pragma incremental_vacuum")  # `execute` would free one page
         return gone
 
     def _forget(self, count: int) -> int:

@@ -52,7 +52,13 @@ _checked: set[tuple[str, int, int]] = set()
 
 
 class StoreError(RuntimeError):
-    """The file is no store, a damaged one, or one of a newer version; the message says which."""
+    """The file is no store, a damaged one, or one of a newer version; the message says which.
+
+    Attributes:
+        inode: of the file that was opened, where that is known: by its name there may be another one by now.
+    """
+
+    inode: int | None = None
 
 
 class NewerStoreError(StoreError):
@@ -114,17 +120,22 @@ class StoreFile:
         if read_only and not self.path.is_file():
             raise FileNotFoundError(f"there is no file {self.path}")
         modes = ["mode=ro"] if read_only else [""]
-        if read_only and not any(os.path.exists(f"{self.path}{end}") for end in ("-wal", "-journal")):
+        if read_only and not any(_has_content(f"{self.path}{end}") for end in ("-wal", "-journal")):
             modes.append("immutable=1")
+        self.inode = _inode(self.path)
         for mode in modes:
             try:
                 self._db = self._connect(mode, busy_s, shared)
                 try:
                     self._open()
-                    return
                 except BaseException:
                     self._db.close()
                     raise
+                self.inode = self.inode or _inode(self.path)
+                return
+            except StoreError as error:
+                error.inode = self.inode
+                raise
             except sqlite3.DatabaseError as error:
                 # Without a log beside it, and where none can be made, a file is read as one that never changes.
                 if mode == modes[-1] or kind_of(error) != "other":
@@ -144,7 +155,9 @@ class StoreFile:
     def _translated(self, error: sqlite3.DatabaseError) -> Exception:
         kind = kind_of(error)
         if kind == "damaged":
-            return DamagedStoreError(f"{self.path} is not a readable store: {error}")
+            damaged = DamagedStoreError(f"{self.path} is not a readable store: {error}")
+            damaged.inode = self.inode
+            return damaged
         if kind == "busy":
             return BusyStoreError(f"{self.path} is in use: {error}")
         return OSError(f"{self.path} cannot be opened: {error}")
@@ -206,6 +219,12 @@ class StoreFile:
         what = "integrity_check" if thorough else "quick_check"
         return [str(line) for (line,) in self._db.execute(f"pragma {what}(10)") if line != "ok"]
 
+    def dangling(self) -> list[str]:
+        """Rows that refer to what is not there: table, and what it refers to."""
+        return [
+            f"{table}: a row of no {parent}" for table, _, parent, _ in self._db.execute("pragma foreign_key_check")
+        ]
+
     # ---- the journal --------------------------------------------------------------------------------------------
 
     def _set_journal(self) -> None:
@@ -255,6 +274,17 @@ class StoreFile:
 
     def close(self) -> None:
         self._db.close()
+
+
+def _inode(path: Path) -> int | None:
+    try:
+        return path.stat().st_ino
+    except OSError:
+        return None
+
+
+def _has_content(path: str) -> bool:
+    return os.path.exists(path) and os.path.getsize(path) > 0
 
 
 def on_network(path: Path, mounts: Callable[[], str] | None = None) -> bool:

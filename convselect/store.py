@@ -126,6 +126,11 @@ class Store(Choices):
         )
         return {int(block): max(before / after, after / before) for block, before, after in rows}
 
+    def measurements(self, environment: int) -> int:
+        """How many there are in an environment."""
+        of = self._db.execute("select count(*) from measurement where environment = ?", (environment,)).fetchone()
+        return int(of[0])
+
     def next_block(self, environment: int) -> int:
         found = self._db.execute("select max(block) from measurement where environment = ?", (environment,)).fetchone()
         return 0 if found[0] is None else int(found[0]) + 1
@@ -169,6 +174,41 @@ class Store(Choices):
                 Row(model, problem, algorithm, revision, status, clock, **numbers, rounds=rounds, repeat=repeat)
             )
         return rows
+
+    def add_from(self, other: Store, theirs: int, ours: int) -> tuple[int, int]:
+        """Take over the measurements of another store's environment, with their blocks; what is there already stays.
+
+        Returns:
+            How many were entered, and how many were there.
+        """
+        columns = (
+            "text, algorithm, revision, repeat, pool, block, model, status, clock, min_us, median_us, p20_us, p80_us"
+        )
+        rows = other._db.execute(
+            f"select {columns}, wall_us, rounds from measurement join problem on problem.id = problem "
+            "where environment = ?",
+            (theirs,),
+        ).fetchall()
+        sentinels = other._db.execute(
+            "select block, before_us, after_us from sentinel where environment = ?", (theirs,)
+        ).fetchall()
+        first, time, blocks, added = self.next_block(ours), now(), set(), 0
+        with self.writing():
+            for text, algorithm, revision, repeat, pool, block, *rest in rows:
+                self._db.execute("insert or ignore into problem (text) values (?)", (text,))
+                entered = self._db.execute(
+                    "insert or ignore into measurement values "
+                    "(?, (select id from problem where text = ?), ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                    (ours, text, algorithm, revision, repeat, pool, first + block, *rest, time),
+                ).rowcount
+                added += entered
+                if entered:
+                    blocks.add(block)
+            self._db.executemany(
+                "insert or replace into sentinel values (?, ?, ?, ?)",
+                [(ours, first + block, *times) for block, *times in sentinels if block in blocks],
+            )
+        return added, len(rows) - added
 
 
 def export(store: Store, path: str | Path, *, max_drift: float | None = None) -> int:
@@ -226,8 +266,11 @@ def user_cache() -> Path:
         return Path(own)
     import platformdirs
 
-    found = Path(platformdirs.user_cache_dir("convselect", appauthor=False))
-    if not found.is_absolute():
+    try:
+        found = Path(platformdirs.user_cache_dir("convselect", appauthor=False))
+    except RuntimeError as error:
+        raise OSError(f"this user has no home directory to keep a cache in: {error}") from error
+    if not found.is_absolute():  # earlier versions leave a "~" that nobody could expand
         raise OSError("this user has no home directory to keep a cache in")
     return found
 

@@ -27,7 +27,9 @@ ALLOWED = {
     "model": {"problem", "features", "kernels", "timing", "settings", "choose", "_calls", "store"},
     "_store_file": set(),  # store
     "_store_choices": {"_store_file", "problem"},  # store
-    "_store_aside": {"_store_choices", "_store_file"},  # _remembered
+    "_store_exchange": {"_store_choices", "kernels", "model", "problem", "store"},  # _cli_store
+    "_find_db": {"model", "problem"},  # _cli_store
+    "_store_aside": set(),  # _remembered
     "_here": {"model", "store", "timing"},  # _remembered
     "_remembered": {
         "_here",
