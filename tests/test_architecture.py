@@ -23,7 +23,8 @@ ALLOWED = {
     "timing": set(),
     "kernels": {"problem", "settings"},
     "features": {"problem"},
-    "choose": {"kernels", "problem", "settings"},
+    "_free_memory": set(),  # choose
+    "choose": {"_free_memory", "_warnings", "kernels", "problem", "settings"},
     "model": {"problem", "features", "kernels", "timing", "settings", "choose", "_calls", "store"},
     "store": {"model", "problem"},  # rows, as the collector writes them and training reads them
     "_predictor": {"model", "store", "_warnings"},
@@ -31,7 +32,18 @@ ALLOWED = {
     "_aten_strides": {"_autograd", "kernels", "problem"},  # dispatch
     "_autograd": set(),  # dispatch
     "_calls": {"_aten_strides", "_autograd", "problem"},  # dispatch
-    "_execution": {"_aten_strides", "_lru", "_predictor", "_warnings", "choose", "kernels", "problem", "settings"},
+    "_batch": {"choose", "kernels", "problem", "settings"},  # _execution
+    "_execution": {
+        "_aten_strides",
+        "_batch",
+        "_lru",
+        "_predictor",
+        "_warnings",
+        "choose",
+        "kernels",
+        "problem",
+        "settings",
+    },
     "_run_ops": {
         "_aten_strides",
         "_calls",
@@ -66,9 +78,17 @@ ALLOWED = {
     "_freeze_trace": {"layer", "settings"},  # freeze
     "_freeze_watch": {"kernels"},  # freeze
     "_freeze_block": {"choose", "kernels", "problem", "settings", "timing"},  # freeze
-    "_freeze_conv": {"_calls", "_freeze_block", "_freeze_trace", "kernels", "problem", "settings"},  # freeze
+    "_freeze_conv": {"_calls", "_freeze_block", "_freeze_trace", "choose", "kernels", "problem", "settings"},  # freeze
     "_freeze_linear": {"_freeze_block", "_freeze_trace", "kernels", "problem", "settings"},  # freeze
-    "_freeze_residual": {"_freeze_block", "_freeze_conv", "_freeze_trace", "kernels", "problem", "settings"},  # freeze
+    "_freeze_residual": {
+        "_freeze_block",
+        "_freeze_conv",
+        "_freeze_trace",
+        "choose",
+        "kernels",
+        "problem",
+        "settings",
+    },  # freeze
     "_freeze_pool": {"kernels"},  # freeze
     "_freeze_plan": {
         "_freeze_block",

@@ -69,6 +69,17 @@ class Algorithm(ABC):
     @abstractmethod
     def error_grade(self, problem: ConvProblem) -> Grade: ...
 
+    def deterministic(self, problem: ConvProblem) -> bool:
+        """Whether two runs on the same operands, with the same number of threads, give the same bits; a test runs every
+        algorithm several times. What does not is refused where PyTorch is told to be deterministic."""
+        return True
+
+    def batch_invariant(self, problem: ConvProblem) -> bool:
+        """Whether each image of a batch gets, to the last bit, the result it has alone, in the forward direction and
+        that of grad-input. Only where a test has shown it; elsewhere a batch that has to be invariant is computed image
+        by image."""
+        return False
+
     @abstractmethod
     def forward(self, x: Tensor, weight: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
         """y = x * weight, without bias."""
