@@ -47,10 +47,12 @@ def problem_of(x: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: A
         tf32 = fp32_precision("mkldnn", "conv") not in ("none", "ieee")
     else:
         tf32 = x.dtype == torch.float32 and fp32_precision("cuda", "conv") == "tf32"
+    # cuDNN's own flag asks for as much where cuDNN computes.
+    settled = deterministic() or (x.is_cuda and torch.backends.cudnn.deterministic)
     N, C, H, W = x.shape
     return ConvProblem(
         Direction.FORWARD, N, C, H, W, K, R, S, stride_h, stride_w, *pads, dil_h, dil_w, groups,
-        DTYPE_NAMES[x.dtype], _layout(x), _layout(weight), x.device.type, threads(), deterministic(), tf32,
+        DTYPE_NAMES[x.dtype], _layout(x), _layout(weight), x.device.type, threads(), settled, tf32,
     )  # fmt: skip
 
 

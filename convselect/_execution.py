@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from convselect import _log, _measure, _predictor, _remembered, _verify
+from convselect import _batch, _log, _measure, _predictor, _remembered, _verify
 from convselect._aten_strides import with_strides
 from convselect._lru import LRU, Entry
-from convselect._verify import OnTrial
+from convselect._verify import OnTrial, is_out_of_memory
 from convselect._warnings import warn_once
 from convselect.choose import NATIVE, Choice, Prediction, choose, nominees
 from convselect.kernels import BY_NAME
-from convselect.problem import ConvProblem
+from convselect.problem import ConvProblem, Direction
 from convselect.settings import CACHE_ENTRIES, Settings
 from convselect.trial import Outcome
 
@@ -47,13 +48,14 @@ def choice_for(problem: ConvProblem, settings: Settings) -> Choice:
 def eager_choice(problem: ConvProblem, settings: Settings) -> Choice | OnTrial:
     """As `choice_for`, for calls that really run now and may be timed: under "measure" everything is, before the first;
     under "verify" the first calls decide."""
-    if settings.policy == "measure" and (problem, settings) not in choices.entries:
-        measured = _measure.measured(problem, settings)
-        if measured is not None:
-            _keep(problem, settings, measured)
     found = _entry_for(problem, settings)
-    if isinstance(found, OnTrial) and found.final is not None:
-        return found.final
+    if isinstance(found, OnTrial):
+        return found.final or found
+    if settings.policy == "measure" and not settings.batch_invariant:
+        if found.source not in ("measure", "store"):
+            found = _measure.measured(problem, settings) or found
+        if found.source in ("measure", "store"):
+            choices.put((problem, settings), _Chosen(found))
     return found
 
 
@@ -63,6 +65,9 @@ def _entry_for(problem: ConvProblem, settings: Settings) -> Choice | OnTrial:
     if entry is not None:
         entry.age = choices.clock
         return entry.choice  # type: ignore[no-any-return]
+    alone = settings.batch_invariant and problem.direction != Direction.BACKWARD_WEIGHT
+    if alone:
+        problem = _batch.single(problem)
     prediction: Prediction | None = None
     if settings.chooses:
         predictor = _predictor.get_for(problem)
@@ -74,18 +79,21 @@ def _entry_for(problem: ConvProblem, settings: Settings) -> Choice | OnTrial:
         store=None if problem.deterministic else lambda p: _stored(p, settings),
         predictor=None if prediction is None else _Said(prediction),
     )
+    if alone:
+        choice = replace(choice, alone=settings)
     _log.chosen(problem, choice, settings)
     found: Choice | OnTrial = choice
-    if settings.policy in TIMING and not problem.deterministic:
+    if settings.policy in TIMING and not (problem.deterministic or settings.batch_invariant):
         candidates: list[str] = []
         if settings.policy == "verify" and choice.source != "store" and prediction is not None:
             candidates = nominees(problem, BY_NAME, settings, prediction)
         if candidates or (settings.audit and choice.algorithm != NATIVE):
             found = OnTrial(problem, choice, candidates, audit=settings.audit, on_settled=_Keeper(problem, settings))
+            found.lasting = not choice.passing
     already = choices.entries.get(key)
     if already is not None:  # by another thread, which may have begun a trial
         return already.choice  # type: ignore[no-any-return]
-    if settings.policy != "measure":  # what is chosen without measuring is a makeshift there
+    if settings.policy != "measure" or alone:  # otherwise what is chosen without measuring is a makeshift there
         choices.put(key, _Chosen(found))
     return found
 
@@ -123,10 +131,6 @@ class _Keeper:
             _verify.keep(self._problem, self._settings, choice, outcome.rounds)
 
 
-def _keep(problem: ConvProblem, settings: Settings, choice: Choice) -> None:
-    choices.put((problem, settings), _Chosen(choice))
-
-
 def without_autocast(function: Any, *arguments: Any) -> Any:
     """Algorithms compute in the dtype they are given; inside a backward under autocast ATen would cast again."""
     if not _any_autocast():
@@ -146,27 +150,81 @@ def execute(
 ) -> Tensor:
     """Run the chosen algorithm on its operands. The automatic choice falls back to native; a forced one raises."""
     _predictor.tick()
-    if choice.source == "trial":
+    if isinstance(choice, OnTrial):
 
         def run(name: str) -> Tensor | None:
             found = without_autocast(BY_NAME[name].run_checked, a, b, problem, None, bias)
             return None if found is None else with_strides(found, strides)
 
-        return choice.run(run, a.device)  # type: ignore[union-attr]
-    algorithm = BY_NAME[choice.algorithm]
-    result: Tensor | None = None
-    try:
-        if choice.source == "forced" or algorithm.ready(problem, choice.params):
-            result = without_autocast(algorithm.run_checked, a, b, problem, choice.params, bias)
-    except Exception as error:
-        if choice.source == "forced" or algorithm.name == NATIVE:
-            raise
-        warn_once(
-            f"failed:{algorithm.name}",
-            f"convselect: {algorithm.name} failed on {problem} ({error!r}); native runs instead.",
+        return choice.run(run, a.device)
+    settings = choice.alone
+    if settings is not None:
+        alone = _batch.run(
+            lambda one: choice_for(one, settings), _attempt, _native, a, b, problem, strides, bias, settings
         )
+        return with_strides(alone, strides)
+    result = _attempt(choice, a, b, problem, bias)
     if result is None:
         # It is still being compiled, or failed; or a transform turned one NaN or infinity into a tile or an image of
         # them, and native keeps them where they belong.
-        result = without_autocast(BY_NAME[NATIVE].run_checked, a, b, problem, None, bias)
+        result = _native(a, b, problem, bias)
     return with_strides(result, strides)
+
+
+def _native(a: Tensor, b: Tensor, problem: ConvProblem, bias: Tensor | None) -> Tensor:
+    return without_autocast(BY_NAME[NATIVE].run_checked, a, b, problem, None, bias)  # type: ignore[no-any-return]
+
+
+def _attempt(choice: Choice, a: Tensor, b: Tensor, problem: ConvProblem, bias: Tensor | None) -> Tensor | None:
+    """The chosen algorithm's result; None where it has to be left to native. A forced one raises what it raises."""
+    algorithm = BY_NAME[choice.algorithm]
+    forced = choice.source == "forced"
+    failing = bool(failures) and not forced
+    if failing and _rests(algorithm.name, problem):
+        return None
+    try:
+        if not forced and not algorithm.ready(problem, choice.params):
+            return None
+        result: Tensor | None = without_autocast(algorithm.run_checked, a, b, problem, choice.params, bias)
+    except Exception as error:
+        if forced or algorithm.name == NATIVE:
+            raise
+        _failed(algorithm.name, problem, error)
+        return None
+    if failing:
+        failures.pop((algorithm.name, problem), None)
+    return result
+
+
+# ---- failures -------------------------------------------------------------------------------------------------------
+
+FAILURES_IN_A_ROW = 3
+"""After so many on one problem an algorithm rests there: an exception per call is no way to run native."""
+REST_CALLS = 256
+"""For so many calls. Then it is tried again: a want of memory passes."""
+_MOST_FAILING = 1024
+
+# (algorithm, problem) -> [failures in a row, calls left to rest]. Empty where nothing goes wrong, and then it costs
+# nothing. No lock, which a fork might find taken: threads that meet here lose a count at most.
+failures: dict[tuple[str, ConvProblem], list[int]] = {}
+
+
+def _rests(name: str, problem: ConvProblem) -> bool:
+    entry = failures.get((name, problem))
+    if entry is None or entry[1] <= 0:
+        return False
+    entry[1] -= 1
+    return True
+
+
+def _failed(name: str, problem: ConvProblem, error: Exception) -> None:
+    if len(failures) >= _MOST_FAILING:
+        failures.clear()
+    entry = failures.setdefault((name, problem), [0, 0])
+    entry[0] += 1
+    if entry[0] >= FAILURES_IN_A_ROW:
+        entry[1] = REST_CALLS
+    if is_out_of_memory(error):
+        warn_once(f"memory:{name}", f"convselect: {name} found too little memory for {problem}; native runs instead.")
+    else:
+        warn_once(f"failed:{name}", f"convselect: {name} failed on {problem} ({error!r}); native runs instead.")

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from convselect.choose import GRADE_OF_PRECISION
+from convselect.choose import over_budget
 from convselect.kernels import BY_NAME, Algorithm, Grade, _library, depthwise, direct
 from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem
 from convselect.settings import Settings
@@ -398,13 +398,11 @@ def onednn_takes(dtype: str) -> bool:
 
 
 def _admitted(algorithm: Algorithm, problem: ConvProblem, settings: Settings) -> bool:
-    """Whether it applies and keeps within the budgets."""
+    """Whether it applies, is not disabled and keeps within the budgets."""
     if algorithm.why_not(problem) is not None:
         return False
-    if algorithm.error_grade(problem) > GRADE_OF_PRECISION[settings.precision]:
-        return False
     try:
-        return algorithm.workspace_bytes(problem) <= settings.workspace_bytes
+        return over_budget(algorithm, problem, settings) is None
     except NotImplementedError:
         return False
 

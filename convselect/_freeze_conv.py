@@ -29,6 +29,7 @@ from convselect._freeze_block import (
     onednn_takes,
 )
 from convselect._freeze_trace import ConvChain
+from convselect.choose import is_disabled
 from convselect.kernels import Grade
 from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, canonical_strides
 from convselect.settings import Settings
@@ -96,7 +97,8 @@ class FrozenConv(FrozenLayer):
         problem = problem._replace(layout=layout, weight_layout=CONTIGUOUS)
         if residual is not None and (residual.shape != problem.y_shape or residual.dtype != x.dtype):
             return found
-        if layout == CHANNELS_LAST and problem.is_pointwise and problem.groups == 1 and problem.dtype == "float32":
+        plain = layout == CHANNELS_LAST and problem.is_pointwise and problem.groups == 1 and problem.dtype == "float32"
+        if plain and not is_disabled("im2col_gemm", settings.disabled):
             found.append(self._gemm(problem))
         if problem.symmetric_padding and onednn_takes(problem.dtype):
             found.append(self._onednn(problem, layout))

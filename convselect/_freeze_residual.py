@@ -29,6 +29,7 @@ from convselect._freeze_block import (
 )
 from convselect._freeze_conv import FrozenConv
 from convselect._freeze_trace import Step
+from convselect.choose import is_disabled
 from convselect.kernels import Grade, _library, depthwise
 from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, canonical_strides
 from convselect.settings import Settings
@@ -99,6 +100,8 @@ def fuse(
     measure: bool,
 ) -> Fused | None:
     """The block in one call, if that computes the same and is faster than these candidates one by one."""
+    if any(is_disabled(name, settings.disabled) for name in ("direct", "depthwise")):
+        return None  # it is made of these two
     posed = tuple(problems[step] for step in steps)
     if any(p is None or p.dtype != "float32" or p.layout != CHANNELS_LAST for p in posed):
         return None

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import torch
 
-from convselect import _remembered
 from convselect._verify import is_out_of_memory, keep
 from convselect._warnings import warn_once
-from convselect.choose import NATIVE, PLAN_COST_US, Choice, refusal
-from convselect.kernels import ALL, BY_NAME
+from convselect.choose import NATIVE, PLAN_COST_US, Choice, Shortage, refusal
+from convselect.kernels import ALL
 from convselect.problem import ConvProblem
 from convselect.settings import Settings
 
@@ -18,24 +17,18 @@ DEADLINE_S = 2.0
 
 
 def measured(problem: ConvProblem, settings: Settings) -> Choice | None:
-    """What was measured here and now, or by an earlier process; None where nothing can be measured: in deterministic
-    mode, while a graph is captured or a mode watches, on accelerators, or where memory is short.
+    """What is measured here and now; None where nothing can be: in deterministic mode, while a mode watches, on
+    accelerators, or where memory is short.
 
     The operands are random ones of the same shapes and layouts. An algorithm whose result is not the float64
     reference's, within its dtype's bound, is never chosen. Takes as long as it takes: some milliseconds to a second.
     """
     if problem.deterministic or problem.device != "cpu" or torch._C._len_torch_dispatch_stack() > 0:
         return None
-    decision = _remembered.look_up(problem, settings.budgets)
-    if decision is not None and decision.source == "measure":
-        known = BY_NAME.get(decision.algorithm)
-        if known is not None and known.revision == decision.revision and refusal(known, problem, settings) is None:
-            return Choice(decision.algorithm, "store", decision.params, decision.gain)
     from convselect.model.measure import measure_problem
 
-    allowed = [
-        algorithm for algorithm in ALL if algorithm.name == NATIVE or refusal(algorithm, problem, settings) is None
-    ]
+    refused = {algorithm.name: refusal(algorithm, problem, settings) for algorithm in ALL if algorithm.name != NATIVE}
+    allowed = [algorithm for algorithm in ALL if refused.get(algorithm.name) is None]
     try:
         with torch.inference_mode(mode=False), torch.autocast("cpu", enabled=False):
             rows = measure_problem("measure", problem, allowed, deadline_s=DEADLINE_S)
@@ -51,7 +44,8 @@ def measured(problem: ConvProblem, settings: Settings) -> Choice | None:
     if native_us is None:
         return None
     best = min(times, key=lambda name: times[name])
-    found = Choice(best, "measure", None, native_us / times[best])
-    rounds = next(row.rounds for row in rows if row.algorithm == best)
-    keep(problem, settings, found, rounds)
+    passing = any(isinstance(reason, Shortage) for reason in refused.values())
+    found = Choice(best, "measure", None, native_us / times[best], passing=passing)
+    if not passing:
+        keep(problem, settings, found, next(row.rounds for row in rows if row.algorithm == best))
     return found

@@ -58,6 +58,10 @@ _mkldnn_enabled: Any = torch._C._get_mkldnn_enabled
 _fp32_precision: Any = torch._C._get_fp32_precision_getter
 
 
+def _cuda_flags() -> tuple[bool, bool]:
+    return torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic
+
+
 def run(
     direction: Direction,
     a: Tensor,
@@ -76,7 +80,7 @@ def run(
         target and (*target.size, *target.stride), *stride, *padding, *dilation, groups, algorithm, in_force,
         # What may change between two runs of a graph.
         _threads(), _deterministic(), _mkldnn_enabled(),
-        _fp32_precision("mkldnn", "conv") if a.is_cpu else torch.backends.cudnn.allow_tf32,
+        _fp32_precision("mkldnn", "conv") if a.is_cpu else _cuda_flags(),
     )  # fmt: skip
     plan = plans.entries.get(key)
     if plan is None:

@@ -139,7 +139,7 @@ def verdict(
 ) -> Verdict:
     """What this call becomes; reads sizes, strides, dtypes and who requires a gradient, and guards on nothing."""
     settings = _in_force(policy)
-    if settings.policy == NATIVE:
+    if settings.policy == NATIVE and not settings.batch_invariant:
         return _NATIVE
     tensors = [x, weight] if bias is None else [x, weight, bias]
     if any(type(t) not in (FakeTensor, FunctionalTensor, Tensor, torch.nn.Parameter) for t in tensors):
@@ -221,9 +221,10 @@ def _of_stand_ins(
         return ("refused", str(refusal))
     except ValueError as error:
         return ("unknown", str(error))
-    if all(name == NATIVE for name in names):
+    if all(name == NATIVE for name in names) and not settings.batch_invariant:
         return _NATIVE
-    if dynamic:
+    # Left to the run, which alone knows the images.
+    if dynamic or settings.batch_invariant:
         names = ("", "", "")
     sides = (problem.pad_top, problem.pad_bottom, problem.pad_left, problem.pad_right)
     to = cast if isinstance(cast, torch.dtype) else None

@@ -52,6 +52,7 @@ class OnTrial:
     """None yet: neither native, which needs no plan, nor any other."""
     source = "trial"
     params = None
+    alone = None
 
     __slots__ = (
         "_audit", "_calls", "_forks", "_gains", "_lock", "_native_us", "_on_settled", "_pending", "choice", "final",
@@ -244,8 +245,14 @@ def keep(problem: ConvProblem, settings: Settings, choice: Choice, samples: int)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory was short, on a GPU or on the host, which may pass."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    """Whether this says that memory ran out, in any of the ways in which PyTorch says it."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    # The allocator of the CPU has no exception of its own; cuBLAS and cuDNN have none either.
+    text = str(error)
+    return isinstance(error, RuntimeError) and any(
+        sign in text for sign in ("can't allocate memory", "out of memory", "ALLOC_FAILED")
+    )
 
 
 def _must_repeat(device: torch.device) -> bool:

@@ -173,8 +173,8 @@ def _make_plan(
     plan.needs_grad = _grad_enabled() and (
         x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     )
-    if plan.choice.algorithm != NATIVE:
-        return plan
+    if plan.choice.algorithm != NATIVE or settings.batch_invariant:
+        return plan  # aten's own call goes by the whole batch
     if plan.needs_grad and weight.requires_grad and overruns_in_channels_last(problem):
         return plan  # whose native backward steps around it
     if settings.policy == NATIVE or not plan.needs_grad:
@@ -299,7 +299,7 @@ class Plan(Entry):
         todo_x, todo_weight = needed
         if needed[0] and weight is not None:
             problem, choice = self._backward_choice(Direction.BACKWARD_DATA, grad_y)
-            if choice.algorithm != NATIVE or x is None:
+            if choice.algorithm != NATIVE or x is None or choice.alone is not None:
                 grad_x, todo_x = _execute(choice, grad_y, weight, problem, self.strides.grad_x), False
         if needed[1] and x is not None:
             problem, choice = self._backward_choice(Direction.BACKWARD_WEIGHT, x)
@@ -322,8 +322,10 @@ class Plan(Entry):
         key = (direction, streamed.stride(), _threads(), _deterministic())
         found = self._backward.get(key)
         if found is None:
+            # On a GPU the forward problem also knows what cuDNN was told.
+            settled = _deterministic() or (streamed.is_cuda and self.problem.deterministic)
             problem = self.problem._replace(
-                direction=direction, layout=layout_of(streamed), threads=_threads(), deterministic=_deterministic()
+                direction=direction, layout=layout_of(streamed), threads=_threads(), deterministic=settled
             )
             found = (problem, eager_choice(problem, self.settings))
             if len(self._backward) >= _BACKWARD_PLANS:

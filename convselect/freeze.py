@@ -118,7 +118,7 @@ def freeze(model: nn.Module, *example: Any) -> FreezeReport:
     - Hooks: a module with forward hooks is called as a module, and parts are traced around and inside it. While hooks
       were added later, or global ones are set, calls run the original forward.
     - Autocast, tracers, torch.compile, torch.func, dispatch modes, tensor subclasses, other devices, sizes that depend
-      on data, optional arguments that are given and a forced policy run the original forward.
+      on data, optional arguments that are given, a forced policy and batch invariance run the original forward.
     - NaN and infinity, in inputs or weights, run the original forward where a kernel would spread or lose them.
     - Results never require gradients. An input that does, under grad mode, is an error, as is `train()`.
 
@@ -306,7 +306,7 @@ class _FrozenForward:
                 return self._original(*args, **kwargs)
             args = bound
         settings = _current_settings()
-        if not settings.chooses or any(self._hooks):
+        if not settings.chooses or settings.batch_invariant or any(self._hooks):
             return self._original(*args)
         key: list[Any] = [_threads(), settings, _mkldnn_enabled()]
         for a in args:

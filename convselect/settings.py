@@ -40,12 +40,11 @@ class Settings:
         policy: "auto" (memory, store, model, then native), "verify" (the same, and the first real calls of a problem
             check it), "measure" (everything is timed before the first call), "native", or the name of an algorithm,
             which then runs or raises `NotApplicable`.
-        precision: "exact" admits direct sums only, "native" a small multiple of native's rounding error
-            (at most 1e-5 relative L2 in float32), "fast" at most 2e-5.
+        precision: what rounding error an automatic choice may have; see `use`.
         workspace_bytes: extra memory that an automatic choice may use at its peak.
         workspace_share: and at most this share of the memory that is free when the choice is made; 0 to 1.
         batch_invariant: whether results for one image must not depend on the others in its batch, to the last bit.
-        disabled: names of algorithms, or their beginnings, that no automatic choice takes.
+        disabled: names of algorithms, or their beginnings, that no automatic choice takes; sorted.
         audit: one call in so many of a verified choice is timed against native, to see whether it still pays; 0: none.
     """
 
@@ -219,18 +218,32 @@ def use(
 ) -> Iterator[Settings]:
     """Within this context, choose by `policy` and within these budgets. Nests; local to the thread or task.
 
-    What is None stays as it is outside. A backward pass uses the settings under which its forward ran.
+    What is None stays as it is outside. A backward pass uses the settings under which its forward ran. Budgets bind
+    automatic choices and are applied after ranking: `explain` says what each of them has ruled out. A policy that names
+    an algorithm is obeyed whatever they say, batch invariance excepted, which holds for every policy.
 
     Args:
         policy: "auto", "verify", "measure", "native" or an algorithm's name.
-        precision: "exact", "native" or "fast".
-        workspace_bytes, workspace_share: bounds on extra memory, in bytes and as a share of what is free; both hold.
-        batch_invariant: results for one image do not depend on its batch, to the last bit.
-        disable: names of algorithms, or their beginnings ("winograd"), that may not be chosen; replaces those outside.
+        precision: relative L2 error in float32, against float64. "exact": direct sums and what is as good, at most
+            2.5e-6, and 8 times native's own error where that is more than 1e-6. "native" (the default): at most 1e-5,
+            and 100 times native's where that is more than 1e-6. "fast": at most 2e-5. Weight gradients, sums over the
+            batch and all pixels, may have twice that. 16-bit results are rounded once, from sums in float32.
+        workspace_bytes, workspace_share: bounds on extra memory, in bytes and as a share of what is free when the
+            choice is made (within the process's control groups; on a GPU with what PyTorch's allocator holds unused);
+            both hold. Up to 16 MiB are not asked for. Under `batch_invariant` the share is one of all memory.
+        batch_invariant: y[i] and grad_x[i] of a batch are, to the last bit, what x[i:i+1] alone would give. The choice
+            is that for one image, and images run one by one unless the algorithm is known to give every image the same
+            bits in any batch. Costs speed. A weight gradient is a sum over the batch and stays as it is; so do calls
+            that are left to PyTorch (subclasses, tracers, dispatch modes); on a GPU it takes a native convolution that
+            is deterministic. A frozen model runs as it was before.
+        disable: algorithms that may not be chosen, as "winograd,fft" or a list: names, or beginnings that end where a
+            number or another word begins ("winograd": all of winograd2 to winograd7; "fft": fft and fft_tiled).
+            Replaces those outside; () allows all. Native cannot be disabled.
         audit: time one call in so many of a verified choice against native; 0: never.
 
     Raises:
-        ValueError: for values outside their ranges. An unknown policy is named at the first call.
+        ValueError: for values outside their ranges. An unknown policy is named at the first call; of an unknown name in
+            `disable` the first choice warns.
     """
     settings = _changed(
         current(),

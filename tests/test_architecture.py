@@ -23,7 +23,8 @@ ALLOWED = {
     "timing": set(),
     "kernels": {"problem", "settings"},
     "features": {"problem"},
-    "choose": {"kernels", "problem", "settings"},
+    "_free_memory": set(),  # choose
+    "choose": {"_free_memory", "_warnings", "kernels", "problem", "settings"},
     "model": {"problem", "features", "kernels", "timing", "settings", "choose", "_calls", "store"},
     "_store_file": set(),  # store
     "_store_choices": {"_store_file", "problem"},  # store
@@ -48,6 +49,7 @@ ALLOWED = {
     "_aten_strides": {"_autograd", "kernels", "problem"},  # dispatch
     "_autograd": set(),  # dispatch
     "_calls": {"_aten_strides", "_autograd", "problem"},  # dispatch
+    "_batch": {"choose", "kernels", "problem", "settings"},  # _execution
     "_log": {"choose", "problem", "settings"},
     "trial": set(),
     "_verify": {
@@ -62,7 +64,6 @@ ALLOWED = {
         "trial",
     },  # _execution
     "_measure": {
-        "_remembered",
         "_verify",
         "_warnings",
         "choose",
@@ -73,6 +74,7 @@ ALLOWED = {
     },  # _execution
     "_execution": {
         "_aten_strides",
+        "_batch",
         "_log",
         "_lru",
         "_measure",
@@ -121,9 +123,17 @@ ALLOWED = {
     "_freeze_trace": {"layer", "settings"},  # freeze
     "_freeze_watch": {"kernels"},  # freeze
     "_freeze_block": {"choose", "kernels", "problem", "settings", "timing"},  # freeze
-    "_freeze_conv": {"_calls", "_freeze_block", "_freeze_trace", "kernels", "problem", "settings"},  # freeze
+    "_freeze_conv": {"_calls", "_freeze_block", "_freeze_trace", "choose", "kernels", "problem", "settings"},  # freeze
     "_freeze_linear": {"_freeze_block", "_freeze_trace", "kernels", "problem", "settings"},  # freeze
-    "_freeze_residual": {"_freeze_block", "_freeze_conv", "_freeze_trace", "kernels", "problem", "settings"},  # freeze
+    "_freeze_residual": {
+        "_freeze_block",
+        "_freeze_conv",
+        "_freeze_trace",
+        "choose",
+        "kernels",
+        "problem",
+        "settings",
+    },  # freeze
     "_freeze_pool": {"kernels"},  # freeze
     "_freeze_plan": {
         "_freeze_block",

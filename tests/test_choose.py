@@ -8,7 +8,7 @@ import pytest
 from fake_model import FakePredictor
 
 from convselect import settings
-from convselect.choose import Choice, choose, refusal
+from convselect.choose import Choice, choose, nominees, refusal
 from convselect.kernels import BY_NAME, Grade, NotApplicable
 from convselect.kernels.native import Native
 from convselect.problem import conv_problem
@@ -126,3 +126,26 @@ def test_process_defaults():
 
 def test_log_gain_is_a_natural_logarithm():
     assert FakePredictor("fft").predict(CONV3).log_gain("fft") == pytest.approx(math.log(2))
+
+
+def test_nominees_are_near_the_best_that_may_run_here():
+    gains = {"fft": 2.0, "winograd4": 1.0, "direct": 0.9, "im2col_gemm": 0.85, "winograd2": 0.5, "native": 0.0}
+
+    class Prediction:
+        ranked = sorted(gains, key=lambda name: -gains[name])
+        margin = 0.15
+
+        def log_gain(self, name):
+            return gains[name]
+
+    def found(**budgets):
+        with settings.use(**budgets) as used:
+            return nominees(CONV3, BY_NAME, used, Prediction())
+
+    # fft does not pay for kernels this small: what may not run is no reason to leave out the next best.
+    first = "fft" if refusal(BY_NAME["fft"], CONV3, AUTO) is None else "winograd4"
+    assert found()[0] == first
+    assert found(disable="fft") == ["winograd4", "direct", "im2col_gemm"]
+    assert found(disable="fft,winograd4") == ["direct", "im2col_gemm"]
+    gains.update(dict.fromkeys(gains, -0.2))
+    assert found(disable="fft") == []

@@ -20,10 +20,11 @@ Params = Mapping[str, Any] | None
 class Grade(enum.IntEnum):
     """How an algorithm's rounding error compares with a direct sum (relative L2 against float64, in float32).
 
-    A precision budget admits every grade up to its own: "exact" DIRECT, "native" CLOSE, "fast" LOOSE.
+    A precision budget admits every grade up to its own: "exact" DIRECT, "native" CLOSE, "fast" LOOSE. A weight
+    gradient, which is a sum over the batch and all pixels, may have twice the error.
     """
 
-    DIRECT = 0  # a direct sum in whatever order: at most twice native's error, or 1e-6 where that is less
+    DIRECT = 0  # a direct sum in whatever order, or as good as one: at most 2.5e-6
     CLOSE = 1  # at most 1e-5
     LOOSE = 2  # at most 2e-5
 
@@ -68,6 +69,17 @@ class Algorithm(ABC):
 
     @abstractmethod
     def error_grade(self, problem: ConvProblem) -> Grade: ...
+
+    def deterministic(self, problem: ConvProblem) -> bool:
+        """Whether two runs on the same operands, with the same number of threads, give the same bits; a test runs every
+        algorithm several times. What does not is refused where PyTorch is told to be deterministic."""
+        return True
+
+    def batch_invariant(self, problem: ConvProblem) -> bool:
+        """Whether each image of a batch gets, to the last bit, the result it has alone, in the forward direction and
+        that of grad-input. Only where a test has shown it; elsewhere a batch that has to be invariant is computed image
+        by image."""
+        return False
 
     @abstractmethod
     def forward(self, x: Tensor, weight: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:

@@ -147,6 +147,9 @@ class Direct(Algorithm):
     def why_not(self, problem: ConvProblem) -> str | None:
         return _why_not(problem)
 
+    def batch_invariant(self, problem: ConvProblem) -> bool:
+        return True  # each result is summed in an order that its place in the image decides
+
     def workspace_bytes(self, problem: ConvProblem) -> int:
         return _library.workspace_bytes("cs_direct_bytes", problem)
 

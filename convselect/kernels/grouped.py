@@ -58,6 +58,9 @@ class Grouped(Algorithm):
     def error_grade(self, problem: ConvProblem) -> Grade:
         return Grade.DIRECT
 
+    def batch_invariant(self, problem: ConvProblem) -> bool:
+        return True  # each result is summed in an order that its place in the image decides
+
     def workspace_bytes(self, problem: ConvProblem) -> int:
         p = problem
         if p.direction == Direction.BACKWARD_WEIGHT:

@@ -81,6 +81,9 @@ class Winograd(Algorithm):
             return f"Tiles of {self.m} need images of {_FRAIL_IMAGE}x{_FRAIL_IMAGE} or more, in and out."
         return None
 
+    def batch_invariant(self, problem: ConvProblem) -> bool:
+        return self._in_c(problem)  # each result is summed in an order that its place in the image decides
+
     def workspace_bytes(self, problem: ConvProblem) -> int:
         if not self._in_c(problem):
             return _winograd_torch.workspace_bytes(problem, self.m)

@@ -1,0 +1,78 @@
+"""How much memory is free, and how much there is at all: what a workspace given as a share is a share of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+_CGROUP = Path("/sys/fs/cgroup")
+_OWN_CGROUP = Path("/proc/self/cgroup")
+# (limit, use, what of the use are cached files that would make room) by version of the interface.
+_VERSIONS = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
+def free_bytes(device: str) -> int | None:
+    """Bytes that could be had on this kind of device now; None where that is not known.
+
+    On the CPU what the system counts as available, within the control groups of the process. On "cuda" what the driver
+    has left on the current device and what PyTorch's caching allocator holds without using it.
+    """
+    try:
+        if device == "cuda":
+            cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+            return int(torch.cuda.mem_get_info()[0]) + cached
+        import psutil  # 10 ms, and most choices never ask
+
+        return min([int(psutil.virtual_memory().available), *(limit - used for limit, used in _cgroup_limits())])
+    except (ImportError, OSError, RuntimeError):
+        return None
+
+
+def total_bytes(device: str) -> int | None:
+    """Bytes that there are on this kind of device, in use or not; None where that is not known."""
+    try:
+        if device == "cuda":
+            return int(torch.cuda.mem_get_info()[1])
+        import psutil
+
+        return min([int(psutil.virtual_memory().total), *(limit for limit, _ in _cgroup_limits())])
+    except (ImportError, OSError, RuntimeError):
+        return None
+
+
+def _cgroup_limits() -> list[tuple[int, int]]:
+    """(limit, bytes in use that cannot be reclaimed) of every control group above this process that has a limit."""
+    return [
+        found for folder in _cgroup_folders() for names in _VERSIONS if (found := _limit_of(folder, *names)) is not None
+    ]
+
+
+def _cgroup_folders() -> list[Path]:
+    """The process's own group and those above it, as far as this mount shows them."""
+    folders: list[Path] = []
+    try:
+        lines = _OWN_CGROUP.read_text().splitlines()
+    except OSError:
+        return folders
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root = _CGROUP / "memory" if controllers else _CGROUP
+        own = root / path.strip("/")
+        folders += [own, *(above for above in own.parents if above == root or root in above.parents)]
+    return folders
+
+
+def _limit_of(folder: Path, limit_name: str, used_name: str, cached_name: str) -> tuple[int, int] | None:
+    try:
+        limit = int((folder / limit_name).read_text())  # "max" is no number: no limit
+        used = int((folder / used_name).read_text())
+        statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return limit, max(0, used - int(statistics.get(cached_name, 0)))
+    except (OSError, ValueError):
+        return None
