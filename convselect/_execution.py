@@ -225,6 +225,7 @@ def _failed(name: str, problem: ConvProblem, error: Exception) -> None:
     if entry[0] >= FAILURES_IN_A_ROW:
         entry[1] = REST_CALLS
     if is_out_of_memory(error):
-        warn_once(f"memory:{name}", f"convselect: {name} found too little memory for {problem}; native runs instead.")
+        topic, what = f"memory:{name}", f"{name} found too little memory for"
     else:
-        warn_once(f"failed:{name}", f"convselect: {name} failed on {problem} ({error!r}); native runs instead.")
+        topic, what = f"failed:{name}", f"{name} failed on"
+    warn_once(topic, f"convselect: {what} {problem} ({error!r}); native runs instead.")

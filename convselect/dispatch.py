@@ -18,7 +18,7 @@ from convselect import settings as _settings
 from convselect._aten_strides import ResultStrides, result_strides, with_strides
 from convselect._autograd import Conv2dFunction, in_functorch
 from convselect._calls import are_ints, autocast_dtype, bias_fits, cast_like_autocast, problem_of, valid, y_layout
-from convselect._execution import choice_for, choices, eager_choice
+from convselect._execution import choice_for, choices, eager_choice, failures
 from convselect._execution import execute as _execute
 from convselect._execution import without_autocast as _without_autocast
 from convselect._lru import LRU, Entry
@@ -57,8 +57,9 @@ _plan_entries = plans.entries
 
 
 def clear() -> None:
-    """Forget every plan and every choice of this process."""
+    """Forget every plan and every choice of this process, and what failed in it."""
     plans.clear()
+    failures.clear()
     choices.clear()
     _run_ops.plans.clear()
 

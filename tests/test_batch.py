@@ -11,11 +11,11 @@ from problems import arranged, operands_of, random_operands
 from torch import nn
 
 import convselect
-from convselect import _execution, _predictor, dispatch
+from convselect import _batch, _execution, _predictor, dispatch
 from convselect.choose import refusal
 from convselect.explain import explain_problem
 from convselect.kernels import ALL, BY_NAME
-from convselect.problem import ConvProblem, Direction, conv_problem
+from convselect.problem import ConvProblem, Direction, canonical_strides, conv_problem, layout_of
 from convselect.settings import use
 
 DECLARED = [
@@ -357,3 +357,17 @@ def test_choices_under_other_settings_do_not_leak(monkeypatch):
         assert _execution.choice_for(problem, settings).alone is settings
         weight = problem.with_direction(Direction.BACKWARD_WEIGHT)
         assert _execution.choice_for(weight, settings).alone is None
+
+
+def test_images_are_handed_over_alike_wherever_they_lie():
+    whole = torch.randn(3, 1, 5, 7)
+    in_channels_last = torch.empty_like(whole, memory_format=torch.channels_last).copy_(whole)
+    assert in_channels_last.stride() != whole.stride()  # of one channel, so that both are contiguous
+    for batch_ in (whole, in_channels_last, whole.transpose(2, 3), whole.expand(3, 4, 5, 7)):
+        layout = layout_of(batch_[:1])
+        layout = layout if layout == "channels_last" else "contiguous"
+        for n in range(3):
+            image = _batch._canonical(batch_[n : n + 1], layout)
+            assert image.stride() == canonical_strides(tuple(image.shape), layout)
+            assert image.data_ptr() % 64 == 0
+            assert torch.equal(image, batch_[n : n + 1])
