@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from convselect.kernels._space import Space
 from convselect.problem import ConvProblem, Direction
 
 Params = Mapping[str, Any] | None
@@ -92,6 +93,10 @@ class Algorithm(ABC):
     @abstractmethod
     def backward_weight(self, x: Tensor, grad_y: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
         """grad_weight, shaped (K, C/groups, R, S)."""
+
+    def space(self, problem: ConvProblem) -> Space | None:
+        """What `params` may be on this problem; None where there is nothing to decide. `params=None` is its default."""
+        return None
 
     def ready(self, problem: ConvProblem, params: Params = None) -> bool:
         """Whether a call would run at once. Where something has to be compiled first, this starts it elsewhere and says
