@@ -16,11 +16,9 @@ from convselect._warnings import warn_once
 from convselect.choose import NATIVE, Choice, Prediction, choose, nominees
 from convselect.kernels import BY_NAME
 from convselect.problem import ConvProblem, Direction
-from convselect.settings import CACHE_ENTRIES, Settings
+from convselect.settings import CACHE_ENTRIES, TIMING, Settings
 from convselect.trial import Outcome
 
-TIMING = ("verify", "measure")
-"""Policies under which calls are timed."""
 _any_autocast: Any = torch._C._is_any_autocast_enabled
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from convselect import _predictor, dispatch, settings
+from convselect import _predictor, _remembered, dispatch, settings
 from convselect._warnings import warn_once
 from convselect.kernels import BY_NAME, _library
 
@@ -20,7 +20,8 @@ def same_choices(group: ProcessGroup | None = None) -> None:
     Ranks choose differently where their machines were calibrated differently or have other artifacts or defaults; then
     they differ in the last digits and, what costs more, in how long a step takes. A choice follows from the problem,
     the settings and the model, so this sends rank 0's model and rank 0's defaults (`set_defaults`) to the others once,
-    and forgets choices made before. Afterwards nothing is ever communicated: ranks may meet different problems at
+    and forgets choices made before. What a rank times for itself would set it apart again: default policies that time
+    calls become "auto", and no rank reads or writes a store. Afterwards nothing is ever communicated: ranks may meet different problems at
     different times, and no rank waits for another.
 
     Call it on every rank of the group, after `init_process_group` and before training; what `use(...)` sets stays each
@@ -41,13 +42,17 @@ def same_choices(group: ProcessGroup | None = None) -> None:
     if rank < 0:
         raise ValueError("this rank is not in the group")
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else None
-    decided: list[Any] = [(_predictor.get() if rank == 0 else None, settings.defaults())]
+    agreed = settings.defaults()
+    if agreed.policy in settings.TIMING:
+        agreed = settings.with_policy(agreed, "auto")
+    decided: list[Any] = [(_predictor.get() if rank == 0 else None, agreed)]
     dist.broadcast_object_list(decided, src=dist.get_global_rank(group, 0) if group else 0, group=group, device=device)
     predictor, defaults = decided[0]
     abilities: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(abilities, _abilities(), group=group)
     settings.set_default_settings(defaults)
     _predictor.give(predictor)
+    _remembered.configure("off")
     dispatch.clear()
     if any(other != abilities[0] for other in abilities):
         differing = sorted({key for other in abilities for key in other if other[key] != abilities[0][key]})
@@ -58,8 +63,10 @@ def same_choices(group: ProcessGroup | None = None) -> None:
 
 
 def own_choices() -> None:
-    """This rank chooses by itself again, by its own model; the defaults stay as they are. No communication."""
+    """This rank chooses by itself again, by its own model and store; the defaults stay as they are. No
+    communication."""
     _predictor.own()
+    _remembered.configure()
     dispatch.clear()
 
 

@@ -29,6 +29,8 @@ from typing import Any
 PRECISIONS = ("exact", "native", "fast")
 CHOOSING = ("auto", "verify", "measure")
 """Policies that choose; every other names an algorithm."""
+TIMING = ("verify", "measure")
+"""Those that time calls."""
 DEFAULT_WORKSPACE_BYTES = 512 * 2**20
 
 

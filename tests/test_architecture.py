@@ -117,7 +117,7 @@ ALLOWED = {
     },
     "functional": {"dispatch"},
     "enabled": {"_traced", "functional", "settings"},
-    "distributed": {"_predictor", "_warnings", "dispatch", "kernels", "settings"},
+    "distributed": {"_predictor", "_remembered", "_warnings", "dispatch", "kernels", "settings"},
     "layer": {"dispatch"},
     "convert": {"dispatch", "layer"},
     "_freeze_trace": {"layer", "settings"},  # freeze
