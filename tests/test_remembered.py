@@ -686,6 +686,28 @@ def test_a_fork_in_the_middle_of_a_look_up_leaves_the_child_without_a_store(path
     assert _remembered.look_up(numbered(1), BUDGETS) == decided(1)
 
 
+def test_a_handler_that_comes_in_the_middle_of_a_write_finds_memory_only(path, monkeypatch):
+    filled(path)
+    again(path)
+    whole, found = Choices.decide, []
+
+    def interrupted(self, *arguments, **options):
+        with self.writing():  # a second transaction would fail
+            found.append(_remembered.look_up(numbered(60), BUDGETS))
+            found.append(_remembered.look_up(numbered(0), BUDGETS))
+            _remembered.remember(decided(61))
+            _remembered.flush()
+        return whole(self, *arguments, **options)
+
+    monkeypatch.setattr(Choices, "decide", interrupted)
+    _remembered.remember(decided(60))
+    _remembered.flush()
+    assert found == [decided(60), None]
+    monkeypatch.undo()
+    _remembered.flush()
+    assert stored(path)[3:] == [decided(60), decided(61)]
+
+
 def test_a_thread_that_waits_for_the_store_does_not_stop_others_for_long(path, monkeypatch):
     filled(path)
     again(path)
