@@ -60,6 +60,7 @@ def _of_gpu() -> dict[str, Any]:
         "capability": list(capability),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
+        "driver": getattr(torch._C, "_cuda_getDriverVersion", int)(),  # 0 where this build cannot tell
         "hip": torch.version.hip,
         "cudnn": torch.backends.cudnn.version(),
         "triton": triton,

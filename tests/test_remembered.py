@@ -152,17 +152,18 @@ def test_a_gpus_fingerprint_is_of_card_and_versions(monkeypatch):
     monkeypatch.setattr(_here, "_known", {})
     monkeypatch.setattr(_here, "_has_cuda", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    card = {"name": "a card", "capability": (9, 0), "cudnn": 90100}
+    card = {"name": "a card", "capability": (9, 0), "cudnn": 90100, "driver": 12040}
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: card["name"])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: card["capability"])
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: card["cudnn"])
+    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: card["driver"], raising=False)
     marks = {_here.environment("cuda")[0]}
     assert _here.environment("cuda")[1]["family"] == "cuda-sm90"
-    for name, value in (("name", "another"), ("capability", (8, 0)), ("cudnn", 90200)):
+    for name, value in (("name", "another"), ("capability", (8, 0)), ("cudnn", 90200), ("driver", 13000)):
         card[name] = value
         monkeypatch.setattr(_here, "_known", {})
         marks.add(_here.environment("cuda")[0])
-    assert len(marks) == 4
+    assert len(marks) == 5
 
 
 def test_the_users_store_comes_before_the_systems(path, tmp_path, monkeypatch):
