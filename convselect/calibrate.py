@@ -24,12 +24,12 @@ import numpy as np
 
 from convselect import timing
 from convselect._predictor import calibration_path, digest, nearest_artifact
+from convselect.choose import PLAN_COST_US
 from convselect.kernels import ALL
 from convselect.model import host
 from convselect.model.dataset import NATIVE, Row
 from convselect.model.inference import Calibration, Predictor
 from convselect.model.measure import measure_problem
-from convselect.model.train import PLAN_COST_US
 from convselect.problem import ConvProblem
 
 SHRINK = 4.0

@@ -9,11 +9,20 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from convselect.kernels._contract import Algorithm, Grade, NotApplicable
-from convselect.problem import ConvProblem
+from convselect.problem import ConvProblem, Direction
 from convselect.settings import CHOOSING, Settings
 
 GRADE_OF_PRECISION = {"exact": Grade.DIRECT, "native": Grade.CLOSE, "fast": Grade.LOOSE}
 NATIVE = "native"
+PLAN_COST_US = {Direction.FORWARD: 25.0, Direction.BACKWARD_DATA: 60.0, Direction.BACKWARD_WEIGHT: 60.0}
+"""What running through a plan costs beyond the algorithm itself: `python -m benchmarks.overhead` prints it. It is what
+decides on tiny problems."""
+NOMINATED = 3
+"""Candidates of a trial, besides native."""
+NOMINATION_GAP = math.log(1.3)
+"""How much slower than the best an algorithm may be predicted to be and still be a candidate."""
+NOMINATION_LEAST = -0.15
+"""Least predicted ln(t_native / t) of a candidate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +30,9 @@ class Choice:
     """One algorithm for one problem, and where it came from.
 
     Attributes:
-        source: "forced", "memory", "store", "model" or "fallback".
-        predicted_gain: how many times faster than native the model expects this to be; 1.0 for native, None unless
-            the model was asked.
+        source: "forced", "memory", "store", "model", "fallback", or "verify" or "measure", which found it out here.
+        predicted_gain: how many times faster than native the model expects this to be, or calls have shown it to be;
+            1.0 for native, None where neither was asked.
         probability: the model's probability for this algorithm; None unless the model was asked.
     """
 
@@ -124,6 +133,23 @@ def choose(
         if refusal(algorithm, problem, settings) is None:
             return Choice(name, "model", None, math.exp(log_gain), prediction.probability(name))
     return Choice(NATIVE, "model", None, 1.0, prediction.probability(NATIVE))
+
+
+def nominees(
+    problem: ConvProblem, algorithms: Mapping[str, Algorithm], settings: Settings, prediction: Prediction
+) -> list[str]:
+    """The algorithms that are worth a trial against native, best predicted first: at most `NOMINATED`, near the best.
+
+    The margin does not count here: it guards against predictions that nobody checks.
+    """
+    allowed = [
+        (name, prediction.log_gain(name))
+        for name in prediction.ranked
+        if name != NATIVE and name in algorithms and refusal(algorithms[name], problem, settings) is None
+    ]
+    best = max((log_gain for _, log_gain in allowed), default=0.0)
+    least = max(best - NOMINATION_GAP, NOMINATION_LEAST)
+    return [name for name, log_gain in allowed if log_gain >= least][:NOMINATED]
 
 
 def _still_allowed(

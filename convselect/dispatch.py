@@ -18,10 +18,11 @@ from convselect import settings as _settings
 from convselect._aten_strides import ResultStrides, result_strides, with_strides
 from convselect._autograd import Conv2dFunction, in_functorch
 from convselect._calls import are_ints, autocast_dtype, bias_fits, cast_like_autocast, problem_of, valid, y_layout
-from convselect._execution import choice_for, choices
+from convselect._execution import choice_for, choices, eager_choice
 from convselect._execution import execute as _execute
 from convselect._execution import without_autocast as _without_autocast
 from convselect._lru import LRU, Entry
+from convselect._verify import OnTrial
 from convselect.choose import NATIVE, Choice, forced
 from convselect.kernels import BY_NAME, Algorithm, NotApplicable
 from convselect.kernels._native_ops import native_backward, native_forward, overruns_in_channels_last
@@ -105,9 +106,14 @@ def conv2d(
     except RuntimeError:  # nested tensors have no shape
         return _conv2d(x, weight, bias, stride, padding, dilation, groups)  # type: ignore[no-any-return]
     if plan is None:
+        if settings.chooses and torch._C._get_tracing_state() is not None:
+            # Sizes are tensors here, and the trace is to hold aten's convolution in any case.
+            return _conv2d(x, weight, bias, stride, padding, dilation, groups)  # type: ignore[no-any-return]
         plan = _make_plan(x, weight, bias, stride, padding, dilation, groups, settings)
         if plan is None:
             return _conv2d(x, weight, bias, stride, padding, dilation, groups)  # type: ignore[no-any-return]
+        if not plan.native:
+            plan.key = key
         plans.put(key, plan)
     else:
         plan.age = plans.clock
@@ -163,7 +169,7 @@ def _make_plan(
         return None
     plan = Plan(problem, settings, result_strides(x, weight, problem))
     plan.cast = cast if isinstance(cast, torch.dtype) else None
-    plan.choice = choice_for(problem, settings)
+    plan.choice = eager_choice(problem, settings)
     plan.needs_grad = _grad_enabled() and (
         x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     )
@@ -180,7 +186,7 @@ def _make_plan(
         expected = problem.with_direction(direction)
         if direction == Direction.BACKWARD_DATA:
             expected = expected._replace(layout=layout)
-        if choice_for(expected, settings).algorithm != NATIVE:
+        if eager_choice(expected, settings).algorithm != NATIVE:
             return plan
     return _Native()
 
@@ -221,7 +227,7 @@ class Plan(Entry):
     """
 
     __slots__ = (
-        "_backward", "cast", "choice", "groups", "needs_grad", "problem", "settings", "strides", "unbatched",
+        "_backward", "cast", "choice", "groups", "key", "needs_grad", "problem", "settings", "strides", "unbatched",
         "weight_shape", "x_shape",
     )  # fmt: skip
     native: bool = False
@@ -231,14 +237,15 @@ class Plan(Entry):
         self.problem = problem
         self.settings = settings
         self.strides = strides
-        self.choice: Choice | None = None
+        self.choice: Choice | OnTrial | None = None
         self.groups = problem.groups
         self.x_shape = problem.x_shape
         self.weight_shape = problem.weight_shape
         self.needs_grad = False
         self.unbatched = False
         self.cast: torch.dtype | None = None
-        self._backward: dict[Any, tuple[ConvProblem, Choice]] = {}
+        self._backward: dict[Any, tuple[ConvProblem, Choice | OnTrial]] = {}
+        self.key: Any = None
 
     def __call__(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any, groups: int
@@ -271,8 +278,11 @@ class Plan(Entry):
             y = native_forward(x, weight, self.problem)
             return y if bias is None else y + bias.view(-1, 1, 1)
         choice = self.choice
-        if choice is None:
+        if choice is None:  # made by vmap: other sizes than the user's, of which a trial would learn nothing
             choice = self.choice = choice_for(self.problem, self.settings)
+        elif choice.source == "trial" and choice.final is not None:  # type: ignore[union-attr]
+            choice = self.choice = choice.final  # type: ignore[union-attr]
+            self._forget_if_native(choice)
         return _execute(choice, x, weight, self.problem, self.strides.y, bias)
 
     def backward(
@@ -308,18 +318,27 @@ class Plan(Entry):
                 grad_weight = with_strides(native_weight, self.strides.grad_weight)
         return grad_x, grad_weight
 
-    def _backward_choice(self, direction: Direction, streamed: Tensor) -> tuple[ConvProblem, Choice]:
+    def _backward_choice(self, direction: Direction, streamed: Tensor) -> tuple[ConvProblem, Choice | OnTrial]:
         key = (direction, streamed.stride(), _threads(), _deterministic())
         found = self._backward.get(key)
         if found is None:
             problem = self.problem._replace(
                 direction=direction, layout=layout_of(streamed), threads=_threads(), deterministic=_deterministic()
             )
-            found = (problem, choice_for(problem, self.settings))
+            found = (problem, eager_choice(problem, self.settings))
             if len(self._backward) >= _BACKWARD_PLANS:
                 self._backward.clear()
             self._backward[key] = found
+        choice = found[1]
+        if choice.source == "trial" and choice.final is not None:  # type: ignore[union-attr]
+            found = self._backward[key] = (found[0], choice.final)  # type: ignore[union-attr]
+            self._forget_if_native(found[1])
         return found
+
+    def _forget_if_native(self, choice: Choice | OnTrial) -> None:
+        """After a trial that native won, the next call makes a new plan, which may be native's all through."""
+        if choice.algorithm == NATIVE:
+            plans.entries.pop(self.key, None)
 
     def refold(self, x_shape: tuple[int, ...], weight_shape: tuple[int, ...], groups: int, like: Tensor) -> Plan:
         """A plan for the same geometry on other sizes: what vmap makes of a batch of convolutions."""

@@ -44,11 +44,48 @@ ALLOWED = {
     # rows, as the collector writes them and training reads them
     "store": {"_store_choices", "_store_file", "model", "problem"},
     "_predictor": {"model", "store", "_warnings"},
-    "calibrate": {"_predictor", "kernels", "model", "problem", "timing"},
+    "calibrate": {"_predictor", "choose", "kernels", "model", "problem", "timing"},
     "_aten_strides": {"_autograd", "kernels", "problem"},  # dispatch
     "_autograd": set(),  # dispatch
     "_calls": {"_aten_strides", "_autograd", "problem"},  # dispatch
-    "_execution": {"_aten_strides", "_lru", "_predictor", "_warnings", "choose", "kernels", "problem", "settings"},
+    "_log": {"choose", "problem", "settings"},
+    "trial": set(),
+    "_verify": {
+        "_remembered",
+        "_warnings",
+        "choose",
+        "kernels",
+        "problem",
+        "settings",
+        "store",
+        "timing",
+        "trial",
+    },  # _execution
+    "_measure": {
+        "_remembered",
+        "_verify",
+        "_warnings",
+        "choose",
+        "kernels",
+        "model",
+        "problem",
+        "settings",
+    },  # _execution
+    "_execution": {
+        "_aten_strides",
+        "_log",
+        "_lru",
+        "_measure",
+        "_predictor",
+        "_remembered",
+        "_verify",
+        "_warnings",
+        "choose",
+        "kernels",
+        "problem",
+        "settings",
+        "trial",
+    },
     "_run_ops": {
         "_aten_strides",
         "_calls",
@@ -70,6 +107,7 @@ ALLOWED = {
         "_lru",
         "_run_ops",
         "_traced",
+        "_verify",
         "choose",
         "kernels",
         "problem",

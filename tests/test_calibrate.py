@@ -15,6 +15,7 @@ import torch
 
 import convselect
 from convselect import _predictor, _warnings, calibrate, dispatch
+from convselect.choose import PLAN_COST_US
 from convselect.kernels import BY_NAME
 from convselect.model import evaluate, host, train
 from convselect.model.dataset import KERNEL_CLASSES, Row, kernel_class
@@ -45,7 +46,7 @@ def as_predicted(predictor, off):
         for name in predictor.card.algorithm_names:
             if name in BY_NAME and BY_NAME[name].why_not(problem) is None:
                 gain = 0.0 if name == "native" else prediction.log_gain(name) + off.get(name, 0.0)
-                us = 1e5 * math.exp(-gain) - (0.0 if name == "native" else train.PLAN_COST_US[problem.direction])
+                us = 1e5 * math.exp(-gain) - (0.0 if name == "native" else PLAN_COST_US[problem.direction])
                 rows.append(Row("m", problem, name, 1, "ok", "thread", us, us, us, us, us, 9))
         return rows
 

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from convselect.choose import PLAN_COST_US
 from convselect.features import FEATURE_NAMES, features
 from convselect.model import reformer
 from convselect.model.dataset import Table, family_of, is_wide, kernel_class, read_measurements, read_wide
@@ -39,15 +40,11 @@ from convselect.model.evaluate import (
 from convselect.model.inference import Card, Predictor, artifact_path, save
 from convselect.model.measure import threads
 from convselect.model.targets import loss_of, probabilities
-from convselect.problem import ConvProblem, Direction
+from convselect.problem import ConvProblem
 from convselect.store import is_store
 
 MIN_PROBLEMS_PER_DTYPE = 30
 """An element type with fewer measured problems is declined at run time."""
-
-PLAN_COST_US = {Direction.FORWARD: 25.0, Direction.BACKWARD_DATA: 60.0, Direction.BACKWARD_WEIGHT: 60.0}
-"""What running through a plan costs beyond the algorithm itself: `python -m benchmarks.overhead` prints it. It is what
-decides on tiny problems."""
 
 PLAN_COST_CUDA_US = 3.0
 """A GPU's queue hides most of what the host adds; this much has to be gained where it does not. A guess, until one

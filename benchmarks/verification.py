@@ -1,0 +1,158 @@
+"""What trials on real calls are worth, replayed on measured times with noise: by held-out models, and by a lying one.
+
+    python -m benchmarks.verification benchmarks/results/times-cpu-x86-avx512-c.csv.gz
+
+A model is trained on other network families than those it nominates for. The lying model nominates the three slowest
+algorithms that the budgets admit. Every problem is called 1,000 times; a call takes the measured time of its algorithm,
+times exp(N(0, sd^2)), and sometimes an interruption of twice the time on average. "First 100 calls" are over what
+native takes under the same noise, the machinery of trials included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table as Shown
+
+from convselect.choose import NOMINATED, NOMINATION_GAP, NOMINATION_LEAST
+from convselect.model import evaluate as ev
+from convselect.model.dataset import Table
+from convselect.model.train import Recipe, learner, read_measured
+from convselect.timing import environment
+from convselect.trial import NATIVE, Trial, replay
+
+CALLS = 1000
+NOISE = ((0.03, 0.01), (0.1, 0.05), (0.2, 0.1))
+"""(standard deviation of ln t, share of interrupted calls)."""
+MARGIN = 0.15
+COLUMNS = (
+    "of oracle", "p10", "slower > 2 %", "> 5 %", "worst", "settled", "turns",
+    "first 100: all", "median", "p95", "worst",
+)  # fmt: skip
+
+
+def honest(gains: ev.Floats, times_us: ev.Floats) -> list[int]:
+    """Columns of the candidates, as `choose.nominees` takes them."""
+    allowed = [c for c in np.argsort(-gains) if c and np.isfinite(times_us[c])]
+    best = max((gains[c] for c in allowed), default=0.0)
+    return [c for c in allowed if gains[c] >= max(best - NOMINATION_GAP, NOMINATION_LEAST)][:NOMINATED]
+
+
+def lying(gains: ev.Floats, times_us: ev.Floats) -> list[int]:
+    return [c for c in np.argsort(-np.nan_to_num(times_us)) if c and np.isfinite(times_us[c])][:NOMINATED]
+
+
+def noisy(times_us: ev.Floats, names: Sequence[str], sd: float, spikes: float, seed: int) -> Callable[[str], float]:
+    source = random.Random(seed)
+    of = dict(zip(names, times_us, strict=True))
+
+    def time_us(name: str) -> float:
+        us = float(of[name]) * math.exp(sd * source.gauss(0, 1))
+        return us * (1 + source.expovariate(0.5)) if source.random() < spikes else us
+
+    return time_us
+
+
+def trials(
+    table: Table, times_us: ev.Floats, gains: ev.Floats, nominate: Callable[..., list[int]], sd: float, spikes: float
+) -> dict[str, float]:
+    """Figures over all problems. A problem's times carry the cost of a plan already, so trials add none."""
+    rows = []
+    for i in range(len(table.problems)):
+        candidates = [table.names[c] for c in nominate(gains[i], times_us[i])]
+        trial = Trial(candidates, seed=i)
+        first = replay(trial, noisy(times_us[i], table.names, sd, spikes, i), 100)
+        time_us = noisy(times_us[i], table.names, sd, spikes, i + 1)
+        plain = sum(time_us(NATIVE) for _ in range(100))
+        replay(trial, noisy(times_us[i], table.names, sd, spikes, -i), CALLS - 100)
+        used = trial.outcome.algorithm if trial.outcome else NATIVE
+        rows.append((table.names.index(used), trial.outcome is not None, trial.turns, first, plain))
+    choice = np.array([row[0] for row in rows])
+    judged = figures(choice, times_us)
+    first, plain = np.array([row[3] for row in rows]), np.array([row[4] for row in rows])
+    judged["settled"] = float(np.mean([row[1] for row in rows]))
+    judged["turns"] = float(np.mean([row[2] for row in rows]))
+    judged["first 100: all"] = float(first.sum() / plain.sum())
+    for name, value in zip(("median", "p95", "most"), np.quantile(first / plain, [0.5, 0.95, 1.0]), strict=True):
+        judged[f"first 100: {name}"] = float(value)
+    return judged
+
+
+def figures(choice: ev.Ints, times_us: ev.Floats) -> dict[str, float]:
+    """Of what is used in the end."""
+    used = times_us[np.arange(len(choice)), choice]
+    fraction, slowdown = np.nanmin(times_us, 1) / used, used / times_us[:, 0]
+    return {
+        "of oracle": float(fraction.mean()),
+        "p10": float(np.quantile(fraction, 0.1)),
+        "slower > 2 %": float(np.mean(slowdown > 1.02)),
+        "slower > 5 %": float(np.mean(slowdown > 1.05)),
+        "worst": float(slowdown.max()),
+    }
+
+
+def measure(times: Path, fold: int, steps: int, limit: int | None = None) -> dict[str, dict[str, float]]:
+    """Title -> figures, on the problems of one fold, by a model that was trained on the others."""
+    table, _ = read_measured([times])
+    folds, _ = ev.split(table, "family", 5, 0)
+    model = learner(Recipe(steps=steps))(table.part(folds != fold))
+    held = table.part(np.flatnonzero(folds == fold)[:limit])
+    gains, times_us = model(held), ev.admitted(held)
+    alone = ev.chosen(gains, times_us, MARGIN)
+    result = {"native": figures(np.zeros(len(alone), np.int64), times_us), "model alone": figures(alone, times_us)}
+    for sd, spikes in NOISE:
+        for name, nominate in (("verify", honest), ("verify, lying model", lying)):
+            result[f"{name}, noise {sd:.0%}"] = trials(held, times_us, gains, nominate, sd, spikes)
+    result["lying model alone"] = figures(
+        np.array([lying(g, t)[0] for g, t in zip(gains, times_us, strict=True)]), times_us
+    )
+    result["problems"] = {"count": float(len(held.problems))}
+    return result
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks.verification", description="What trials on real calls are worth.")
+    parser.add_argument("times", type=Path, help="CSV or store of measured times")
+    parser.add_argument("--fold", type=int, default=0, help="of five by network family: the one that is held out")
+    parser.add_argument("--steps", type=int, default=Recipe.steps, help="of training")
+    parser.add_argument("--limit", type=int, help="so many problems at most")
+    parser.add_argument("--out", type=Path, help="JSON file to write, with the environment")
+    options = parser.parse_args(argv)
+    result = measure(options.times, options.fold, options.steps, options.limit)
+    count = int(result.pop("problems")["count"])
+    shown = Shown(title=f"{count} held-out problems of {options.times.name}", box=SIMPLE_HEAD, title_justify="left")
+    shown.add_column("")
+    for column in COLUMNS:
+        shown.add_column(column, justify="right")
+    names = (
+        "of oracle", "p10", "slower > 2 %", "slower > 5 %", "worst", "settled", "turns", "first 100: all",
+        "first 100: median", "first 100: p95", "first 100: most",
+    )  # fmt: skip
+    for title, found in result.items():
+        shown.add_row(title, *(_cell(name, found.get(name)) for name in names))
+    Console(highlight=False, width=None if sys.stdout.isatty() else 170).print(shown)
+    if options.out:
+        about = {"environment": environment(), "times": options.times.name, "fold": options.fold, "problems": count}
+        options.out.write_text(json.dumps({**about, "figures": result}, indent=1) + "\n")
+    return 0
+
+
+def _cell(name: str, value: float | None) -> str:
+    if value is None:
+        return ""
+    if "slower" in name or name == "settled":
+        return f"{value:.1%}"
+    return f"{value:.1f}" if name == "turns" else f"{value:.3f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,269 @@
+"""A choice on trial: real calls decide whether the model was right (policy "verify"), and go on checking now and then
+(`audit`).
+
+Every call returns a right result; only which algorithm computes it changes from call to call until the trial ends. The
+rules are `trial.Trial`'s; here is what running them on real calls needs: a clock that never waits (on a GPU, events
+that are read when they have passed), one timed call at a time, and no trial where the same call must give the same
+bits: in checkpointed code, gradient checks, CUDA graph capture. There native runs, untimed.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from convselect import _remembered, timing
+from convselect._warnings import warn_once
+from convselect.choose import NATIVE, PLAN_COST_US, Choice
+from convselect.kernels import BY_NAME
+from convselect.problem import ConvProblem
+from convselect.settings import Settings
+from convselect.trial import MAX_ROUNDS, MIN_ROUNDS, NOISE_FLOOR, Outcome, Trial, Z
+
+Run = Callable[[str], "Tensor | None"]
+"""Runs the call at hand by the algorithm of this name; None where it could not, and native has to."""
+
+LOSS = 0.01
+"""ln(t / t_native) from which an audit gives a choice up."""
+_REPEATABLE = frozenset({"torch.utils.checkpoint", "torch.autograd.gradcheck"})
+_wall_ns = timing.SYSTEM_CLOCK.wall_ns
+_forks = 0
+
+
+class OnTrial:
+    """Stands where a `Choice` stands while it is not settled, and after that where it is watched.
+
+    Args:
+        provisional: what is chosen where no trial can be: in graphs, in deterministic mode.
+        candidates: for a trial; empty: `provisional` is settled, and only watched.
+        audit: one call in so many is timed against native once it is settled; 0: none.
+        on_settled: called once with (choice, outcome, lasting), and again where an audit gives the choice up.
+    """
+
+    algorithm = ""
+    """None yet: neither native, which needs no plan, nor any other."""
+    source = "trial"
+    params = None
+
+    __slots__ = (
+        "_audit", "_calls", "_forks", "_gains", "_lock", "_native_us", "_on_settled", "_pending", "choice", "final",
+        "lasting", "problem", "provisional", "trial",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        problem: ConvProblem,
+        provisional: Choice,
+        candidates: Sequence[str],
+        *,
+        audit: int = 0,
+        on_settled: Callable[[Choice, Outcome, bool], None] | None = None,
+    ) -> None:
+        self.problem = problem
+        self.provisional = provisional
+        self.choice: Choice | None = None if candidates else provisional
+        """What was settled on."""
+        self.final: Choice | None = None
+        """The same, once nothing will change it any more: whoever holds this object may hold that instead."""
+        self.lasting = True
+        """False where a candidate was left out for a reason that may pass."""
+        self.trial = Trial(candidates, cost_us=PLAN_COST_US[problem.direction], seed=zlib.crc32(str(problem).encode()))
+        self._audit = audit
+        self._on_settled = on_settled
+        self._lock = threading.Lock()
+        self._forks = _forks
+        self._pending: tuple[str, Any, Any] | None = None
+        self._calls = 0
+        self._native_us: float | None = None
+        self._gains: list[float] = []
+
+    @property
+    def predicted_gain(self) -> float | None:
+        return (self.choice or self.provisional).predicted_gain
+
+    @property
+    def probability(self) -> float | None:
+        return self.provisional.probability
+
+    def run(self, run: Run, device: torch.device) -> Tensor:
+        """The call at hand, by whoever's turn it is."""
+        if self._forks != _forks:  # another thread of the parent may have held it
+            self._lock, self._forks, self._pending = threading.Lock(), _forks, None
+        if not self._lock.acquire(blocking=False):
+            return self._otherwise(run)  # two calls at once would time each other
+        try:
+            name = self._turn(device)
+            if name is None:
+                return self._otherwise(run)
+            if name != NATIVE and not BY_NAME[name].ready(self.problem, None):
+                self._postpone(name)
+                return self._otherwise(run)
+            return self._timed(name, run, device)
+        finally:
+            self._lock.release()
+
+    def _otherwise(self, run: Run) -> Tensor:
+        """What runs untimed: the choice, if there is one."""
+        name = NATIVE if self.choice is None else self.choice.algorithm
+        result = run(name) if name != NATIVE else None
+        if result is None:
+            result = run(NATIVE)
+        assert result is not None
+        return result
+
+    # ---- whose turn it is ---------------------------------------------------------------------------------------
+
+    def _turn(self, device: torch.device) -> str | None:
+        if self._pending is not None:
+            name, first, last = self._pending
+            if not last.query():
+                return None
+            self._pending = None
+            self._record(name, 1e3 * first.elapsed_time(last))
+        if self.choice is None:
+            if _must_repeat(device):
+                return None
+            return self.trial.turn()
+        self._calls += 1
+        # Two calls in a row: native's, then the choice's.
+        if self.choice.algorithm == NATIVE or not self._audit or self._calls % self._audit > 1 or _must_repeat(device):
+            return None
+        return NATIVE if self._calls % self._audit == 0 else self.choice.algorithm
+
+    def _postpone(self, name: str) -> None:
+        if self.choice is None:
+            self.trial.postpone(name)
+
+    # ---- timing -------------------------------------------------------------------------------------------------
+
+    def _timed(self, name: str, run: Run, device: torch.device) -> Tensor:
+        if device.type == "cuda":
+            events = timing.cuda_events()
+            first, last = events.event(), events.event()
+            first.record()
+            result = self._tried(name, run)
+            if result is not None:
+                last.record()
+                self._pending = (name, first, last)
+                return result
+        else:
+            start = _wall_ns()
+            result = self._tried(name, run)
+            if result is not None:
+                self._record(name, (_wall_ns() - start) / 1e3)
+                return result
+        native = run(NATIVE)
+        assert native is not None
+        return native
+
+    def _tried(self, name: str, run: Run) -> Tensor | None:
+        """None where this algorithm has no result to offer; after a failure it is out of the race."""
+        if name == NATIVE:
+            return run(name)  # its errors are the user's
+        try:
+            result = run(name)
+        except Exception as error:
+            if is_out_of_memory(error):
+                self.lasting = False
+            else:
+                warn_once(
+                    f"failed:{name}", f"convselect: {name} failed on {self.problem} ({error!r}); native runs instead."
+                )
+            if self.choice is None:
+                self.trial.drop(name)
+                self._settle_if_done()
+            return None
+        if result is None:
+            self._postpone(name)  # a NaN or an infinity in this call's operands says nothing about the next one's
+        return result
+
+    def _record(self, name: str, us: float) -> None:
+        if self.choice is None:
+            self.trial.record(name, us)
+            self._settle_if_done()
+        elif name == NATIVE:
+            self._native_us = us
+        elif self._native_us is not None:
+            self._gains.append(math.log(self._native_us / (us + PLAN_COST_US[self.problem.direction])))
+            self._native_us = None
+            self._judge_again()
+
+    def _settle_if_done(self) -> None:
+        outcome = self.trial.outcome
+        if outcome is None:
+            return
+        self._settle(Choice(outcome.algorithm, "verify", None, outcome.gain), outcome)
+
+    def _settle(self, choice: Choice, outcome: Outcome) -> None:
+        self.choice = choice
+        if not self._audit or choice.algorithm == NATIVE:
+            self.final = choice
+        if self._on_settled is not None:
+            self._on_settled(choice, outcome, self.lasting)
+
+    def _judge_again(self) -> None:
+        """Back to native where the choice is clearly slower by now."""
+        gains = self._gains = self._gains[-MAX_ROUNDS:]
+        n = len(gains)
+        if n < MIN_ROUNDS:
+            return
+        ordered = sorted(gains)
+        middle = ordered[n // 2]
+        deviation = max(1.4826 * sorted(abs(g - middle) for g in gains)[n // 2], NOISE_FLOOR)
+        if middle + Z[n - MIN_ROUNDS] * 1.2533 * deviation / math.sqrt(n) < -LOSS:
+            assert self.choice is not None
+            reason = f"{self.choice.algorithm} was {math.exp(-middle):.2f} times slower than native in {n} audits"
+            self._settle(Choice(NATIVE, "verify", None, 1.0), Outcome(NATIVE, 1.0, n, reason))
+
+
+def keep(problem: ConvProblem, settings: Settings, choice: Choice, samples: int) -> None:
+    """Let later processes know what was found out."""
+    from convselect.store import Decision
+
+    revision = BY_NAME[choice.algorithm].revision
+    _remembered.remember(
+        Decision(
+            problem,
+            settings.budgets,
+            choice.algorithm,
+            choice.params,
+            choice.source,
+            choice.predicted_gain,
+            revision,
+            samples,
+        )
+    )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory was short, on a GPU or on the host, which may pass."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def _must_repeat(device: torch.device) -> bool:
+    """Whether the call at hand has to give the bits that another one gave, or must not be timed."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return True
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_globals.get("__name__") in _REPEATABLE:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_count_fork)
