@@ -172,9 +172,11 @@ class _Process:
             return self.known[key]
         if self.waiting and self.written.passed:
             self.write()
-        from convselect._here import environment
+        from convselect._here import fingerprint_of
 
-        mark = environment(problem.device)[0]
+        mark = fingerprint_of(problem.device)
+        if mark is None:
+            return None
         user = self.opened(make=False)
         if user is not None:
             try:
@@ -197,14 +199,15 @@ class _Process:
     def remember(self, decision: Decision) -> None:
         if self.off:
             return
-        from convselect._here import environment
+        from convselect._here import fingerprint_of
 
         key = (decision.problem, decision.budgets)
-        if self.why_off is not None:
+        mark = fingerprint_of(decision.problem.device)
+        if self.why_off is not None or mark is None:
             self.known[key] = decision
         else:
             self.known.pop(key, None)
-            self.waiting[key] = (environment(decision.problem.device)[0], decision)
+            self.waiting[key] = (mark, decision)
             if len(self.waiting) >= QUEUE or self.written.passed:
                 self.write()
         for kept in (self.waiting, self.known):

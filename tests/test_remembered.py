@@ -166,6 +166,22 @@ def test_a_gpus_fingerprint_is_of_card_and_versions(monkeypatch):
     assert len(marks) == 5
 
 
+def test_a_gpu_that_does_not_answer_has_no_store_and_the_processor_keeps_its_own(path, monkeypatch):
+    monkeypatch.setattr(_here, "_has_cuda", lambda: True)
+
+    def silent():
+        raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr(torch.cuda, "current_device", silent)
+    here, there = decided(1), decided(1)._replace(problem=numbered(1)._replace(device="cuda"))
+    assert _remembered.look_up(there.problem, BUDGETS) is None
+    _remembered.remember(there)
+    _remembered.remember(here)
+    assert _remembered.look_up(there.problem, BUDGETS) == there
+    again(path)
+    assert stored(path) == [here]
+
+
 def test_the_users_store_comes_before_the_systems(path, tmp_path, monkeypatch):
     system = tmp_path / "system" / "s.sqlite"
     convselect.set_store(system)
