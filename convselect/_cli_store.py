@@ -260,6 +260,7 @@ def import_(
 ) -> None:
     """Take over choices and measurements that were exported elsewhere, or MIOpen's."""
     from convselect import _find_db, _store_exchange
+    from convselect._remembered import ROWS
     from convselect.store import is_store, pool_mark
 
     told: list[dict[str, Any]] = []
@@ -289,6 +290,9 @@ def import_(
                         "measurements": len(found.rows), "skipped": dict(found.skipped.most_common()),
                     }
                 )  # fmt: skip
+            held = sum(store.counts())
+    if into is None and held > ROWS:
+        typer.echo(f"your own store keeps {ROWS} rows of these {held}; --store names one that keeps all", err=True)
     if as_json:
         typer.echo(json.dumps(told, indent=1))
         return

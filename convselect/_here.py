@@ -17,9 +17,21 @@ descriptions: dict[str, dict[str, Any]] = {}
 """Fingerprint -> description, of all that were asked for."""
 
 
+def fingerprint_of(device: str) -> str | None:
+    """The fingerprint of this machine's processor, or of its current GPU; None where a GPU does not answer: then no
+    choice of another process can be known to hold."""
+    try:
+        return environment(device)[0]
+    except Exception:
+        return None
+
+
 def environment(device: str) -> tuple[str, dict[str, Any]]:
-    """(fingerprint, description) of what must be the same for a choice to hold: this machine's processor, or its
-    current GPU."""
+    """(fingerprint, description) of what must be the same for a choice to hold.
+
+    Raises:
+        RuntimeError, AssertionError: whatever torch raises where a GPU does not answer.
+    """
     place = device if device == "cpu" else f"{device}:{torch.cuda.current_device() if _has_cuda() else None}"
     found = _known.get(place)
     if found is None:
@@ -60,6 +72,7 @@ def _of_gpu() -> dict[str, Any]:
         "capability": list(capability),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
+        "driver": getattr(torch._C, "_cuda_getDriverVersion", int)(),  # 0 where this build cannot tell
         "hip": torch.version.hip,
         "cudnn": torch.backends.cudnn.version(),
         "triton": triton,

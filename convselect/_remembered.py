@@ -63,19 +63,24 @@ class _Process:
         self.rest = timing.Deadline(0)
         self.written = timing.Deadline(EVERY_S)
         self.damaged = False
-        self.inside = False
+        self.inside = 0  # how deep: a signal's handler may come in the middle of a call
+        self._path: Path | None = self.given
 
     # ---- opening ------------------------------------------------------------------------------------------------
 
     @property
     def path(self) -> Path:
         """The user's store; it may not exist. Raises OSError where this user has no home."""
-        from convselect.store import user_cache
+        if self._path is None:
+            from convselect.store import user_cache
 
-        return user_cache() / "store.sqlite" if self.given is None else self.given
+            self._path = user_cache() / "store.sqlite"
+        return self._path
 
     def opened(self, *, make: bool) -> Store | None:
         """The user's store; None where it cannot be had, or is not there and need not be made."""
+        if self.inside > 1:
+            return None
         if self.store is not None or self.why_off is not None or not self.rest.passed:
             return self.store
         try:
@@ -99,6 +104,8 @@ class _Process:
             raise PermissionError(f"{folder} belongs to another user")
 
     def opened_system(self) -> Store | None:
+        if self.inside > 1:
+            return None
         if self.system is None and self.system_path is not None:
             from convselect.store import Store
 
@@ -165,9 +172,11 @@ class _Process:
             return self.known[key]
         if self.waiting and self.written.passed:
             self.write()
-        from convselect._here import environment
+        from convselect._here import fingerprint_of
 
-        mark = environment(problem.device)[0]
+        mark = fingerprint_of(problem.device)
+        if mark is None:
+            return None
         user = self.opened(make=False)
         if user is not None:
             try:
@@ -190,14 +199,15 @@ class _Process:
     def remember(self, decision: Decision) -> None:
         if self.off:
             return
-        from convselect._here import environment
+        from convselect._here import fingerprint_of
 
         key = (decision.problem, decision.budgets)
-        if self.why_off is not None:
+        mark = fingerprint_of(decision.problem.device)
+        if self.why_off is not None or mark is None:
             self.known[key] = decision
         else:
             self.known.pop(key, None)
-            self.waiting[key] = (environment(decision.problem.device)[0], decision)
+            self.waiting[key] = (mark, decision)
             if len(self.waiting) >= QUEUE or self.written.passed:
                 self.write()
         for kept in (self.waiting, self.known):
@@ -263,13 +273,13 @@ def _using() -> Iterator[_Process]:
         elif _process.pid != os.getpid():
             _in_child()
         process = _process
-        outer, process.inside = process.inside, True
+        process.inside += 1
         try:
             yield process
         except Exception as error:
             process.failed(error)
         finally:
-            process.inside = outer
+            process.inside = max(0, process.inside - 1)  # a child begins at 0
         said, process.warnings = process.warnings, []
     for topic, text in said:
         warn_once(topic, text)
@@ -400,7 +410,7 @@ def _in_child() -> None:
     """What waited is the parent's to write."""
     process = _process
     assert process is not None
-    process.pid, process.inside = os.getpid(), False
+    process.pid, process.inside = os.getpid(), 0
     process.known |= {key: decision for key, (_, decision) in process.waiting.items()}
     process.waiting = {}
     if process.store is not None or process.system is not None:

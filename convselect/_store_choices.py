@@ -190,7 +190,9 @@ class Choices(StoreFile):
         unused_since: str | None = None,
         environment: int | None = None,
     ) -> int:
-        """Forget choices and measurements until all of these hold, least recently used first; how many went.
+        """Forget until all of these hold, least recently used first; how many choices and measurements went.
+
+        Measurements go before choices: a call may wait for a choice, and whole files of measurements can be imported.
 
         Args:
             rows: at most so many choices and measurements.
@@ -221,7 +223,7 @@ class Choices(StoreFile):
         keys = self._db.execute(
             "select 'choice', environment, problem, budgets, null, null, used from choice union all "
             "select 'measurement', environment, problem, algorithm, revision, repeat, used from measurement "
-            "order by used limit ?",
+            "order by 1 desc, used limit ?",
             (count,),
         ).fetchall()
         self._db.executemany(

@@ -229,6 +229,7 @@ def test_importing_is_light():
     code = (
         "import sys, convselect; "
         "heavy = {'triton', 'sklearn', 'matplotlib', 'scipy', 'pandas', 'typer', 'rich', 'lightgbm',"
+        " 'sqlite3', 'platformdirs', 'convselect.store',"
         " 'torch.utils.cpp_extension', 'torch._inductor', 'convselect.model.train', 'convselect.model.inference'}; "
         "print(sorted(heavy & set(sys.modules)))"
     )

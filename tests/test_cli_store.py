@@ -11,6 +11,7 @@ from test_store_choices import A, B, numbered
 from typer.testing import CliRunner
 
 import convselect
+from convselect import _remembered
 from convselect._cli_store import app
 from convselect.kernels import BY_NAME
 from convselect.store import Store
@@ -81,7 +82,7 @@ def test_export_and_import(own, tmp_path):
     assert not (tmp_path / "never.sqlite").exists()
 
 
-def test_import_of_a_find_db(own, tmp_path):
+def test_import_of_a_find_db(own, tmp_path, monkeypatch):
     path = tmp_path / "gfx90a68.HIP.fdb.txt"
     path.write_text(LINES)
     (told,) = json.loads(run("import", "--find-db", path, "--json"))
@@ -91,6 +92,9 @@ def test_import_of_a_find_db(own, tmp_path):
     assert "left out 1: three spatial dimensions" in run("import", "--find-db", path)
     counts = [one["measurements"] for one in json.loads(run("list", "--json"))["environments"]]
     assert counts == [1, 5]  # the second time replaced the first
+    monkeypatch.setattr(_remembered, "ROWS", 3)
+    assert "keeps 3 rows of these 8" in run("import", "--find-db", path)
+    assert "keeps" not in run("import", "--find-db", path, "--store", tmp_path / "all.sqlite")
     path.rename(tmp_path / "x.txt")
     assert "which GPU" in run("import", "--find-db", tmp_path / "x.txt", status=2)
 

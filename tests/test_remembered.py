@@ -152,17 +152,34 @@ def test_a_gpus_fingerprint_is_of_card_and_versions(monkeypatch):
     monkeypatch.setattr(_here, "_known", {})
     monkeypatch.setattr(_here, "_has_cuda", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    card = {"name": "a card", "capability": (9, 0), "cudnn": 90100}
+    card = {"name": "a card", "capability": (9, 0), "cudnn": 90100, "driver": 12040}
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: card["name"])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: card["capability"])
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: card["cudnn"])
+    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: card["driver"], raising=False)
     marks = {_here.environment("cuda")[0]}
     assert _here.environment("cuda")[1]["family"] == "cuda-sm90"
-    for name, value in (("name", "another"), ("capability", (8, 0)), ("cudnn", 90200)):
+    for name, value in (("name", "another"), ("capability", (8, 0)), ("cudnn", 90200), ("driver", 13000)):
         card[name] = value
         monkeypatch.setattr(_here, "_known", {})
         marks.add(_here.environment("cuda")[0])
-    assert len(marks) == 4
+    assert len(marks) == 5
+
+
+def test_a_gpu_that_does_not_answer_has_no_store_and_the_processor_keeps_its_own(path, monkeypatch):
+    monkeypatch.setattr(_here, "_has_cuda", lambda: True)
+
+    def silent():
+        raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr(torch.cuda, "current_device", silent)
+    here, there = decided(1), decided(1)._replace(problem=numbered(1)._replace(device="cuda"))
+    assert _remembered.look_up(there.problem, BUDGETS) is None
+    _remembered.remember(there)
+    _remembered.remember(here)
+    assert _remembered.look_up(there.problem, BUDGETS) == there
+    again(path)
+    assert stored(path) == [here]
 
 
 def test_the_users_store_comes_before_the_systems(path, tmp_path, monkeypatch):
@@ -684,6 +701,28 @@ def test_a_fork_in_the_middle_of_a_look_up_leaves_the_child_without_a_store(path
     assert os.waitpid(children[0], 0)[1] == 0
     assert found == decided(0)
     assert _remembered.look_up(numbered(1), BUDGETS) == decided(1)
+
+
+def test_a_handler_that_comes_in_the_middle_of_a_write_finds_memory_only(path, monkeypatch):
+    filled(path)
+    again(path)
+    whole, found = Choices.decide, []
+
+    def interrupted(self, *arguments, **options):
+        with self.writing():  # a second transaction would fail
+            found.append(_remembered.look_up(numbered(60), BUDGETS))
+            found.append(_remembered.look_up(numbered(0), BUDGETS))
+            _remembered.remember(decided(61))
+            _remembered.flush()
+        return whole(self, *arguments, **options)
+
+    monkeypatch.setattr(Choices, "decide", interrupted)
+    _remembered.remember(decided(60))
+    _remembered.flush()
+    assert found == [decided(60), None]
+    monkeypatch.undo()
+    _remembered.flush()
+    assert stored(path)[3:] == [decided(60), decided(61)]
 
 
 def test_a_thread_that_waits_for_the_store_does_not_stop_others_for_long(path, monkeypatch):

@@ -140,6 +140,19 @@ def test_measurements_count_and_go_as_choices_do(path, monkeypatch):
         assert store.dangling() == []
 
 
+def test_fresh_measurements_do_not_push_choices_out(path, monkeypatch):
+    with Store(path) as store:
+        here = store.environment(HERE)
+        stamped(store, here, 10, monkeypatch)
+        monkeypatch.undo()
+        store.add(here, rows_of(P1, *(f"a{i}" for i in range(100))), pool="p")
+        store._db.execute("update measurement set used = '2999'")
+        assert store.prune(rows=30) == 80
+        assert store.counts() == (10, 20)
+        assert store.prune(rows=5) == 25
+        assert [one.decision.problem.C for one in store.decisions()] == [6, 7, 8, 9, 10]
+
+
 def test_a_bound_in_bytes_makes_the_file_smaller(path, monkeypatch):
     with Store(path) as store:
         here = store.environment(HERE)
