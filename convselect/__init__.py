@@ -4,6 +4,7 @@ import convselect
 convselect.convert(model)      # in place; the same model, faster
 """
 
+from convselect import _log as _log  # its handler, where CONVSELECT_LOG asks for one
 from convselect import distributed
 from convselect import ops as ops  # registers the operators that a saved graph may hold
 from convselect._predictor import unload

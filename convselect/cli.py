@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Annotated
 if TYPE_CHECKING:
     import typer
 
-    from convselect.problem import ConvProblem
-
 _default_format = warnings.formatwarning
 
 
@@ -53,9 +51,10 @@ def _app() -> "typer.Typer":
         pretty_exceptions_enable=False,
     )
     fail = typer.Exit(2)
-    from convselect import _cli_model, _cli_store
+    from convselect import _cli_model, _cli_store, _cli_tools
 
     _cli_model.register(app)
+    _cli_tools.register(app)
     app.add_typer(_cli_store.app, name="store")
 
     @app.command()
@@ -108,48 +107,7 @@ def _app() -> "typer.Typer":
         if json_file is not None:
             json_file.write_text(json.dumps(results, indent=1) + "\n")
 
-    @app.command()
-    def explain(
-        problem: Annotated[
-            list[str],
-            typer.Argument(help='Direction and fields, as printed by explain(): "forward N=1 C=64 H=56 W=56 K=64 ..."'),
-        ],
-    ) -> None:
-        """Why each algorithm applies to a convolution or does not, and what would be chosen."""
-        import convselect
-        from convselect.problem import ConvProblem
-
-        try:
-            parsed = ConvProblem.parse(" ".join(problem))
-            _check(parsed)
-        except (TypeError, ValueError) as error:
-            typer.echo(f"convselect explain: {error}", err=True)
-            raise fail from error
-        typer.echo(convselect.explain_problem(parsed).details())
-
     return app
-
-
-def _check(problem: "ConvProblem") -> None:
-    """A typed problem can be one that no tensors pose.
-
-    Raises:
-        ValueError: with what is wrong with it.
-    """
-    from convselect.problem import TORCH_DTYPES
-
-    p = problem
-    for name in ("N", "C", "H", "W", "K", "R", "S", "stride_h", "stride_w", "dil_h", "dil_w", "groups", "threads"):
-        if getattr(p, name) < 1:
-            raise ValueError(f"{name} must be at least 1")
-    if min(p.padding) < 0:
-        raise ValueError("padding must not be negative")
-    if p.C % p.groups or p.K % p.groups:
-        raise ValueError(f"C={p.C} and K={p.K} must be multiples of groups={p.groups}")
-    if p.P < 1 or p.Q < 1:
-        raise ValueError(f"the kernel spans {p.kernel_extent}, more than the padded image")
-    if p.dtype not in TORCH_DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(TORCH_DTYPES)}, not {p.dtype!r}")
 
 
 if __name__ == "__main__":

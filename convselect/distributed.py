@@ -21,8 +21,8 @@ def same_choices(group: ProcessGroup | None = None) -> None:
     they differ in the last digits and, what costs more, in how long a step takes. A choice follows from the problem,
     the settings and the model, so this sends rank 0's model and rank 0's defaults (`set_defaults`) to the others once,
     and forgets choices made before. What a rank times for itself would set it apart again: default policies that time
-    calls become "auto", and no rank reads or writes a store. Afterwards nothing is ever communicated: ranks may meet different problems at
-    different times, and no rank waits for another.
+    calls become "auto", and no rank reads or writes a store. Afterwards nothing is ever communicated: ranks may meet
+    different problems at different times, and no rank waits for another.
 
     Call it on every rank of the group, after `init_process_group` and before training; what `use(...)` sets stays each
     rank's own. Ranks with other thread counts pose other problems. Models of GPUs are shipped, not calibrated, and so

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from convselect import _predictor, dispatch, settings
-from convselect.choose import NATIVE, Choice, Prediction, refusal
-from convselect.kernels import ALL, BY_NAME
+from convselect._reasons import reasons, times
+from convselect.kernels import BY_NAME
 from convselect.problem import ConvProblem
 from convselect.settings import Settings
 
@@ -26,7 +26,8 @@ class Row:
 
     Attributes:
         layer: the layer's name in the model, "" for a problem on its own.
-        source: "forced", "memory", "store", "model" or "fallback".
+        source: where the choice came from: "forced", "memory", "store", "model", "verify" or "measure" (timed in this
+            process), "trial" (being timed), "fallback" (native, since nothing speaks for anything else).
         probability, gain: the model's probability for the algorithm, among those that apply, and predicted speed
             relative to native; None where the model was not asked.
         why_not: for every other algorithm, one sentence.
@@ -57,16 +58,44 @@ class Explanation:
 
     def to_json(self) -> str:
         rows = [{**asdict(row), "problem": str(row.problem)} for row in self.rows]
-        return json.dumps({"rows": rows, "note": self.note}, indent=2)
+        return json.dumps({"rows": rows, "summary": self.summary(), "note": self.note}, indent=2)
+
+    def summary(self) -> dict[str, dict[str, Any]]:
+        """Direction -> {"algorithms": name -> number of rows, most frequent first, "gain": times native's speed}.
+
+        The gain is over all rows of the direction, as if native took equally long for every operation: native's times
+        are not known without timing. None where no row has a gain.
+        """
+        found: dict[str, dict[str, Any]] = {}
+        for direction in dict.fromkeys(row.direction for row in self.rows):
+            rows = [row for row in self.rows if row.direction == direction]
+            native = sum(row.problem.flops for row in rows)
+            chosen = sum(row.problem.flops / (row.gain or 1.0) for row in rows)
+            known = native > 0 and any(row.gain is not None for row in rows)
+            found[direction] = {
+                "algorithms": dict(Counter(row.algorithm for row in rows).most_common()),
+                "gain": native / chosen if known else None,
+            }
+        return found
+
+    def _summary_lines(self) -> list[str]:
+        lines = []
+        for direction, said in self.summary().items():
+            names = ", ".join(f"{count} {name}" for name, count in said["algorithms"].items())
+            gain = f"; expected gain {times(said['gain'])}, by operations" if said["gain"] is not None else ""
+            lines.append(f"{direction}: {names}{gain}")
+        return lines
 
     def __str__(self) -> str:
         header = ("layer", "direction", "problem", "algorithm", "source", "p", "gain")
         cells = [
-            (r.layer, r.direction, short(r.problem), r.algorithm, r.source, _number(r.probability), _times(r.gain))
+            (r.layer, r.direction, short(r.problem), r.algorithm, r.source, _number(r.probability), times(r.gain))
             for r in self.rows
         ]
-        text = _table(header, cells)
-        return f"{text}\n{self.note}" if self.note else text
+        lines = [_table(header, cells)]
+        if len(self.rows) > 1:
+            lines += self._summary_lines()
+        return "\n".join([*lines, self.note] if self.note else lines)
 
     def details(self) -> str:
         """The table, and below it per row why each other algorithm was not taken."""
@@ -158,37 +187,8 @@ def _row(layer: str, problem: ConvProblem, used: Settings) -> Row:
         choice.source,
         probability,
         choice.predicted_gain,
-        _reasons(problem, choice, used, prediction),
+        reasons(problem, choice, used, prediction),
     )
-
-
-def _reasons(problem: ConvProblem, choice: Choice, used: Settings, prediction: Prediction | None) -> dict[str, str]:
-    reasons: dict[str, str] = {}
-    for algorithm in ALL:
-        name = algorithm.name
-        if name == choice.algorithm:
-            continue
-        reason = refusal(algorithm, problem, used)
-        if reason is None and choice.source == "forced":
-            reason = f"{choice.algorithm} was asked for"
-        if reason is None:
-            reason = _predicted_reason(name, choice, prediction)
-        reasons[name] = reason
-    return reasons
-
-
-def _predicted_reason(name: str, choice: Choice, prediction: Prediction | None) -> str:
-    if prediction is None:
-        return "no model speaks for this problem, so native runs"
-    if name not in prediction.ranked:
-        return "the model was trained before this algorithm existed"
-    if name == NATIVE:
-        return f"{choice.algorithm} is predicted to be {_times(choice.predicted_gain)} as fast"
-    gain = math.exp(prediction.log_gain(name))
-    chosen = choice.predicted_gain or 1.0
-    if choice.algorithm == NATIVE and gain > 1:
-        return f"predicted {_times(gain)} native's speed, under the margin for leaving native"
-    return f"predicted {_times(gain)} native's speed, {choice.algorithm} {_times(chosen)}"
 
 
 def short(problem: ConvProblem) -> str:
@@ -212,10 +212,6 @@ def short(problem: ConvProblem) -> str:
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
-
-
-def _times(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}x"
 
 
 def _table(header: tuple[str, ...], cells: Sequence[tuple[str, ...]]) -> str:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 import convselect
 from convselect import _predictor, dispatch, settings
+from convselect.choose import Choice
 from convselect.explain import short
 from convselect.kernels import ALL
 from convselect.problem import ConvProblem, Direction, conv_problem
@@ -103,6 +105,36 @@ def test_it_prints_and_serialises(monkeypatch):
     data = json.loads(found.to_json())
     assert len(data["rows"]) == len(found)
     assert ConvProblem.parse(data["rows"][0]["problem"]) == found.rows[0].problem
+
+
+def test_a_model_is_summed_up_per_direction(monkeypatch):
+    use_fake(monkeypatch, "winograd4", "im2col_gemm", gain=2.0)
+    model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 1))
+    with torch.no_grad():
+        found = convselect.explain(model, torch.randn(1, 8, 12, 12))
+    said = found.summary()
+    assert said == {"forward": {"algorithms": {"winograd4": 2, "im2col_gemm": 1}, "gain": pytest.approx(2.0)}}
+    assert "forward: 2 winograd4, 1 im2col_gemm; expected gain 2.00x" in str(found)
+    assert json.loads(found.to_json())["summary"]["forward"]["algorithms"] == {"winograd4": 2, "im2col_gemm": 1}
+    # Half of the operations twice as fast: 1 / (0.5 + 0.5 / 2).
+    fast, slow = (replace(found.rows[0], gain=gain) for gain in (2.0, None))
+    assert convselect.Explanation((fast, slow)).summary()["forward"]["gain"] == pytest.approx(4 / 3)
+    assert convselect.Explanation((slow,)).summary()["forward"]["gain"] is None
+
+
+@pytest.mark.parametrize("source", ["store", "verify", "measure", "trial", "memory"])
+def test_other_sources_appear_as_they_are(monkeypatch, source):
+    use_fake(monkeypatch, "fft")
+    choice = Choice("winograd4", source, None, 1.5)
+    monkeypatch.setattr(dispatch, "choice_for", lambda *_: choice)
+    (row,) = convselect.explain_problem(CONV3)
+    assert (row.algorithm, row.source, row.gain) == ("winograd4", source, 1.5)
+    expected = {"trial": "are being timed", "memory": "was chosen before"}.get(
+        source, "timing has settled on winograd4"
+    )
+    assert expected in row.why_not["im2col_gemm"]
+    assert expected in row.why_not["native"]
+    assert "by name" in row.why_not["reference"]
 
 
 def test_it_prints_without_rich(monkeypatch):
