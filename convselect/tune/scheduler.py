@@ -26,8 +26,8 @@ from convselect.tune.search import Search
 
 OBJECTIVES = ("latency", "target", "speedup", "early-stop")
 ALPHA, BETA, EPSILON = 0.2, 2.0, 0.05
-"""Weight of the recent gain against the optimistic guess; how near a similar problem's speed may be hoped for (half of
-it); how often a random problem is next."""
+"""Weight of the recent gain against the optimistic guess; how many times as long as at a similar problem's speed is
+still hoped to be undercut; how often a random problem is next."""
 WINDOW, PATIENCE, LEAST_GAIN = 3, 5, 0.005
 """Rounds that the recent gain is taken over; rounds without a gain of at least so much after which a problem rests."""
 
@@ -194,6 +194,6 @@ class Scheduler(EqualSplit):
             if k != i and self._classes[k] == self._classes[i] and math.isfinite(other.best_us)
         ]
         if alike:
-            # A similar problem's speed bounds what may be hoped for, however early it is.
-            hoped = min(hoped, max(g - flops / (max(alike) * self._beta), 0.0))
+            # However many rounds it had: it should come to half the speed of one that is like it.
+            hoped = max(hoped, g - self._beta * flops / max(alike))
         return self._alpha * recent + (1 - self._alpha) * hoped
