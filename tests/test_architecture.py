@@ -50,7 +50,6 @@ ALLOWED = {
     "_autograd": set(),  # dispatch
     "_calls": {"_aten_strides", "_autograd", "problem"},  # dispatch
     "_batch": {"choose", "kernels", "problem", "settings"},  # _execution
-    "_log": {"choose", "problem", "settings"},
     "trial": set(),
     "_verify": {
         "_remembered",

@@ -20,11 +20,11 @@ from convselect.settings import Settings
 PROBLEM = conv_problem(1, 8, 12, 12, 8, 3, 3, padding=1, threads=2)
 CHOOSE = """
     import logging
-    from convselect import _log, dispatch, settings
+    from convselect import dispatch, settings
     from convselect.problem import conv_problem
 
     problem = conv_problem(1, 32, 28, 28, 32, 3, 3, padding=1)
-    _log.chosen(problem, dispatch.choice_for(problem, settings.current()), settings.current())
+    dispatch.choice_for(problem, settings.current())
 """
 
 
@@ -40,7 +40,8 @@ def said(caplog, level, used=None):
     used = settings.current() if used is None else used
     with caplog.at_level(level, "convselect"):
         caplog.clear()
-        _log.chosen(PROBLEM, dispatch.choice_for(PROBLEM, used), used)
+        dispatch.clear()
+        dispatch.choice_for(PROBLEM, used)
     return [record.getMessage() for record in caplog.records if record.name == "convselect"]
 
 
