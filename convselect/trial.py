@@ -139,6 +139,14 @@ class Trial:
         self.turns += 1
         return name
 
+    def is_cold(self, name: str) -> bool:
+        """Whether this turn is the algorithm's first."""
+        return name not in self._warm_us
+
+    def charge(self, us: float) -> None:
+        """So much time went into a call beyond what it took anyway."""
+        self._excess_us += us
+
     def postpone(self, name: str) -> None:
         """What `turn()` said cannot run now; it is asked again."""
         if name == NATIVE or name in self.live:
@@ -279,17 +287,25 @@ def _middle(ascending: Sequence[float]) -> float:
 
 
 def replay(trial: Trial, time_us: Callable[[str], float], calls: int) -> float:
-    """Total time of so many calls in us: those of the trial by its rules, with its machinery, then those of whatever it
-    settled on. `time_us(algorithm)` says what one call takes."""
+    """Total time of so many calls in us: those of the trial by its rules, with its machinery and the comparison of each
+    candidate's first result with native's, then those of whatever it settled on. `time_us(algorithm)` says what one
+    call takes."""
     total = 0.0
     for _ in range(calls):
         if trial.outcome is not None:
-            name: str | None = trial.outcome.algorithm
-        else:
-            name = trial.turn()
-            total += trial._machinery_us if name is not None else 0.0
-        us = time_us(name or NATIVE)
-        total += us + (trial._cost_us if name not in (None, NATIVE) else 0.0)
-        if trial.outcome is None and name is not None:
-            trial.record(name, us)
+            name = trial.outcome.algorithm
+            total += time_us(name) + (trial._cost_us if name != NATIVE else 0.0)
+            continue
+        turn = trial.turn()
+        us = time_us(turn or NATIVE)
+        total += us
+        if turn is None:
+            continue
+        total += trial._machinery_us + (trial._cost_us if turn != NATIVE else 0.0)
+        new = turn != NATIVE and trial.is_cold(turn)
+        trial.record(turn, us)
+        if new:
+            comparison = time_us(NATIVE)
+            total += comparison
+            trial.charge(comparison)
     return total

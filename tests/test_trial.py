@@ -101,7 +101,7 @@ def test_equals_seldom_win_and_two_percent_slower_hardly_ever():
         left = 0
         for seed in range(400):
             trial = Trial(["same"], seed=seed)
-            replay(trial, noisy({NATIVE: 1000.0, "same": us}, seed=seed), 500)
+            replay(trial, noisy({NATIVE: 1000.0, "same": us}, seed=seed), 1500)
             assert trial.outcome is not None
             left += trial.outcome.algorithm != NATIVE
         assert left <= most
