@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from convselect import _log, _predictor, settings, timing
+from convselect.choose import is_disabled
 from convselect.kernels import ALL, BY_NAME, Algorithm, _library
 from convselect.model import host, measure
 from convselect.problem import ConvProblem, Direction, conv_problem
@@ -331,7 +332,7 @@ class _Examination:
         elif not used.chooses:
             self.say("slower", f"The policy is {used.policy}: nothing is chosen. With CONVSELECT_POLICY=auto it is.")
         for name in used.disabled:
-            if not any(known.startswith(name) for known in BY_NAME):
+            if not any(is_disabled(known, (name,)) for known in BY_NAME):
                 self.say("slower", f"CONVSELECT_DISABLE names {name}, and no algorithm is called that.")
         return told
 
@@ -434,11 +435,9 @@ def _versions() -> dict[str, Any]:
 
 
 def _busy_processes() -> list[str]:
-    """Other processes that take a good part of a processor just now, busiest first; none where psutil is missing."""
-    try:
-        import psutil
-    except ImportError:
-        return []
+    """Other processes that take a good part of a processor just now, busiest first."""
+    import psutil
+
     found = []
     # The first look at each only starts its clock.
     watched = [process for process in psutil.process_iter(["name"]) if process.pid != os.getpid()]
