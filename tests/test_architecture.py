@@ -159,7 +159,19 @@ ALLOWED = {
     },
     "explain": {"dispatch", "_predictor", "_reasons", "choose", "kernels", "problem", "settings"},
     "bench": {"_predictor", "_reasons", "choose", "dispatch", "kernels", "model", "problem", "settings", "timing"},
-    "doctor": {"_log", "_predictor", "_remembered", "choose", "kernels", "model", "problem", "settings", "timing"},
+    "_findings": {"kernels", "model", "problem", "timing"},  # doctor
+    "doctor": {
+        "_findings",
+        "_log",
+        "_predictor",
+        "_remembered",
+        "choose",
+        "kernels",
+        "model",
+        "problem",
+        "settings",
+        "timing",
+    },
 }
 
 
