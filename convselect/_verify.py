@@ -37,7 +37,11 @@ ERROR_BOUNDS = {"float64": 1e-11, "float32": 2e-4, "float16": 5e-3, "bfloat16": 
 LOSS = 0.01
 """ln(t / t_native) from which an audit gives a choice up."""
 _REPEATABLE = frozenset({"torch.utils.checkpoint", "torch.autograd.gradcheck"})
-_wall_ns = timing.SYSTEM_CLOCK.wall_ns
+_wall_ns, _thread_ns = timing.SYSTEM_CLOCK
+DISTURBED, DISTURBED_US = 1.5, 500.0
+"""A call on several threads whose time is so much more than what its own thread computed was interrupted."""
+MOST_DISTURBED = 8
+"""After so many of those in a row that is how this machine is."""
 _forks = 0
 
 
@@ -58,7 +62,7 @@ class OnTrial:
     alone = None
 
     __slots__ = (
-        "_audit", "_calls", "_forks", "_gains", "_lock", "_native_us", "_on_settled", "_pending", "choice", "final",
+        "_audit", "_calls", "_disturbed", "_forks", "_gains", "_lock", "_native_us", "_on_settled", "_pending", "choice", "final",
         "lasting", "problem", "provisional", "trial",
     )  # fmt: skip
 
@@ -86,6 +90,7 @@ class OnTrial:
         self._forks = _forks
         self._pending: tuple[str, Any, Any, Any, Tensor | None] | None = None
         self._calls = 0
+        self._disturbed = 0
         self._native_us: float | None = None
         self._gains: list[float] = []
 
@@ -173,22 +178,40 @@ class OnTrial:
                     self._pending = (name, first, last, done, error)
                 return result if native is None else native
         else:
-            start = _wall_ns()
+            thread, wall = _thread_ns(), _wall_ns()
             result = self._tried(name, run)
             if result is not None:
-                end = _wall_ns()
+                wall_us, thread_us = (_wall_ns() - wall) / 1e3, (_thread_ns() - thread) / 1e3
+                us = self._undisturbed(wall_us, thread_us)
                 if new:
                     native = run(NATIVE)
                     assert native is not None
                     if self._is_right(name, float(_distance(result, native))):
-                        self._record(name, (end - start) / 1e3)
-                        self.trial.charge((_wall_ns() - end) / 1e3)
+                        self._record(name, thread_us if us is None else us)  # of a first call little is expected
+                        self.trial.charge((_wall_ns() - wall) / 1e3 - wall_us)
                     return native
-                self._record(name, (end - start) / 1e3)
+                if us is None:
+                    self._postpone(name)
+                else:
+                    self._record(name, us)
                 return result
         native = run(NATIVE)
         assert native is not None
         return native
+
+    def _undisturbed(self, wall_us: float, thread_us: float) -> float | None:
+        """What a call took, without what neighbours on the machine took from it; None where that cannot be told.
+
+        On one thread it is the time that thread computed. On several it is the time that passed, and a call is
+        dismissed during which its own thread stood still: the others wait for it.
+        """
+        if self.problem.threads == 1:
+            return thread_us
+        if wall_us > DISTURBED * thread_us + DISTURBED_US and self._disturbed < MOST_DISTURBED:
+            self._disturbed += 1
+            return None
+        self._disturbed = 0
+        return wall_us
 
     def _is_right(self, name: str, error: float) -> bool:
         """Judge a candidate by its first result; what is wrong never runs again."""
@@ -249,7 +272,7 @@ class OnTrial:
         if not self._audit or choice.algorithm == NATIVE:
             self.final = choice
         if self._on_settled is not None:
-            self._on_settled(choice, outcome, self.lasting)
+            self._on_settled(choice, outcome, self.lasting and not outcome.hasty)
 
     def _judge_again(self) -> None:
         """Back to native where the choice is clearly slower by now."""

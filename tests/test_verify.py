@@ -74,6 +74,7 @@ def race(monkeypatch, tmp_path):
     for name, algorithm in pool.items():
         monkeypatch.setitem(BY_NAME, name, algorithm)
     monkeypatch.setattr(_verify, "_wall_ns", clock)
+    monkeypatch.setattr(_verify, "_thread_ns", clock)
     predictor = Likes("slow", "quick")
     monkeypatch.setattr(_predictor, "get", lambda: predictor)
     monkeypatch.setattr(_warnings, "_given", set())
@@ -402,6 +403,32 @@ class Event:
     def elapsed_time(self, later: Event) -> float:
         assert Event.seen[-1].passed, "read before all had passed"
         return (later.at - self.at) / 1e6
+
+
+def test_neighbours_on_the_machine_do_not_count(race, monkeypatch):
+    """On one thread its own clock; on several, calls that stood still are dismissed."""
+    clock, other = race[NATIVE].clock, Clock()
+    monkeypatch.setattr(_verify, "_thread_ns", other)
+    natives = iter(range(10_000))
+
+    def run(name: str):
+        us = BY_NAME[name].us
+        clock.ns += int(1000 * us) + (16_000_000 if name == "quick" and next(natives) % 2 == 0 else 0)
+        other.ns += int(1000 * us)
+        return torch.ones(1)
+
+    for threads in (1, 2):
+        trial = OnTrial(conv_problem(1, 1, 1, 1, 1, 1, 1, threads=threads), Choice("quick", "model"), ["quick", "slow"])
+        for _ in range(60):
+            trial.run(run, torch.device("cpu"))
+        assert trial.choice is not None
+        assert trial.choice.algorithm == "quick"
+    # A machine that always stands still has to be taken as it is.
+    monkeypatch.setattr(_verify, "_thread_ns", Clock())
+    trial = OnTrial(conv_problem(1, 1, 1, 1, 1, 1, 1, threads=2), Choice("quick", "model"), ["slow"])
+    for _ in range(600):
+        trial.run(run, torch.device("cpu"))
+    assert trial.choice is not None
 
 
 def test_on_a_gpu_events_are_read_once_they_have_passed_and_never_waited_for(race, monkeypatch):
