@@ -62,8 +62,8 @@ class OnTrial:
     alone = None
 
     __slots__ = (
-        "_audit", "_calls", "_disturbed", "_forks", "_gains", "_lock", "_native_us", "_on_settled", "_pending", "choice", "final",
-        "lasting", "problem", "provisional", "trial",
+        "_audit", "_calls", "_disturbed", "_forks", "_gains", "_lock", "_native_us", "_on_settled", "_pending",
+        "choice", "final", "lasting", "problem", "provisional", "trial",
     )  # fmt: skip
 
     def __init__(
