@@ -81,7 +81,7 @@ def sharing_copy(model: nn.Module) -> nn.Module:
 
 def converted(model: nn.Module) -> nn.Module:
     ours = sharing_copy(model)
-    convselect.convert(ours)
+    convselect.convert(ours, policy="auto")
     return ours
 
 
@@ -266,7 +266,7 @@ def training(network: str, *, seconds: float) -> NetworkResult:
         models[name] = (copy.deepcopy(model).to(memory_format=torch.channels_last), last_x)
     for name, (side, _) in models.items():
         if name.startswith("converted"):
-            convselect.convert(side)
+            convselect.convert(side, policy="auto")
     sides = {name: Training(*both) for name, both in models.items()}
     error = {name: distance(side.gradients(), exact) for name, side in sides.items()}
     del exact

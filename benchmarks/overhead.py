@@ -33,7 +33,7 @@ def cached_call(*, grad: bool) -> dict[str, timing.Timing]:
     """A 1x1x8x8 convolution, as nn.Conv2d and as SelectedConv2d."""
     plain = nn.Conv2d(1, 1, 3, padding=1)
     ours = nn.Conv2d(1, 1, 3, padding=1)
-    convselect.convert(ours)
+    convselect.convert(ours, policy="auto")
     x = torch.randn(1, 1, 8, 8)
     with torch.set_grad_enabled(grad):
         return timing.interleaved(

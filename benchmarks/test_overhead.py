@@ -24,7 +24,7 @@ def _one_thread():
 def test_cached_call(benchmark, kind, grad):
     layer = nn.Conv2d(1, 1, 3, padding=1)
     if kind == "SelectedConv2d":
-        convselect.convert(layer)
+        convselect.convert(layer, policy="auto")
     x = torch.randn(1, 1, 8, 8)
     benchmark.group = f"cached call, {'grad' if grad else 'no_grad'}"
     with torch.set_grad_enabled(grad):

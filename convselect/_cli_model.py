@@ -335,6 +335,7 @@ def calibrate(
     seconds: Annotated[float, typer.Option(min=1, help="Time to spend.")] = 30.0,
     threads: Annotated[int, typer.Option(min=1, help="Threads that the problems run on.")] = 1,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be corrected.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the correction as JSON.")] = False,
     malloc_tuning: Annotated[
         bool, typer.Option("--malloc-tuning/--no-malloc-tuning", help="Restart once with malloc keeping freed memory.")
     ] = True,
@@ -349,7 +350,8 @@ def calibrate(
 
     if malloc_tuning:
         demo.restart_with_tuned_malloc()
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
+    # What JSON is read by need not wade through a bar.
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 150, stderr=as_json)
     try:
         timing.assert_trustworthy()
         with Progress(console=console, disable=not console.is_terminal) as bar:
@@ -359,6 +361,11 @@ def calibrate(
             )
     except (ArtifactError, OSError, AssertionError) as error:
         raise _refuse("calibrate", error) from error
+    if as_json:
+        from dataclasses import asdict
+
+        typer.echo(json.dumps(asdict(report), indent=1, default=str))
+        return
     console.print(f"{report.problems} problems timed; {report.artifact} corrected by")
     for name, bias in report.bias.items():
         console.print(f"  {name:20} {bias:+.2f} in ln(t_native / t), from {report.times[name]} times")

@@ -53,6 +53,7 @@ def eager_choice(problem: ConvProblem, settings: Settings) -> Choice | OnTrial:
     if settings.policy == "measure" and not settings.batch_invariant:
         if found.source not in ("measure", "store"):
             found = _measure.measured(problem, settings) or found
+            _log.chosen(problem, found, settings)
         if found.source in ("measure", "store"):
             choices.put((problem, settings), _Chosen(found))
     return found
@@ -80,7 +81,8 @@ def _entry_for(problem: ConvProblem, settings: Settings) -> Choice | OnTrial:
     )
     if alone:
         choice = replace(choice, alone=settings)
-    _log.chosen(problem, choice, settings)
+    if settings.policy != "measure" or choice.source == "store":
+        _log.chosen(problem, choice, settings)
     found: Choice | OnTrial = choice
     if settings.policy in TIMING and not (problem.deterministic or settings.batch_invariant):
         candidates: list[str] = []

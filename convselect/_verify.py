@@ -1,10 +1,11 @@
 """A choice on trial: real calls decide whether the model was right (policy "verify"), and go on checking now and then
 (`audit`).
 
-Every call returns a right result; only which algorithm computes it changes from call to call until the trial ends. The
-rules are `trial.Trial`'s; here is what running them on real calls needs: a clock that never waits (on a GPU, events
-that are read when they have passed), one timed call at a time, and no trial where the same call must give the same
-bits: in checkpointed code, gradient checks, CUDA graph capture. There native runs, untimed.
+Every call returns a right result; only which algorithm computes it changes from call to call until the trial ends. A
+candidate's first result is compared with native's for the same operands, and native's is returned. The rules are
+`trial.Trial`'s; here is what running them on real calls needs: a clock that never waits (on a GPU, events that are read
+when they have passed), one timed call at a time, and no trial where the same call must give the same bits: in
+checkpointed code, gradient checks, CUDA graph capture. There native runs, untimed.
 """
 
 from __future__ import annotations
@@ -31,10 +32,16 @@ from convselect.trial import MAX_ROUNDS, MIN_ROUNDS, NOISE_FLOOR, Outcome, Trial
 Run = Callable[[str], "Tensor | None"]
 """Runs the call at hand by the algorithm of this name; None where it could not, and native has to."""
 
+ERROR_BOUNDS = {"float64": 1e-11, "float32": 2e-4, "float16": 5e-3, "bfloat16": 3e-2}
+"""Relative L2 distance from native's result beyond which a candidate's is a mistake: ten times the loosest grade."""
 LOSS = 0.01
 """ln(t / t_native) from which an audit gives a choice up."""
 _REPEATABLE = frozenset({"torch.utils.checkpoint", "torch.autograd.gradcheck"})
-_wall_ns = timing.SYSTEM_CLOCK.wall_ns
+_wall_ns, _thread_ns = timing.SYSTEM_CLOCK
+DISTURBED, DISTURBED_US = 1.5, 500.0
+"""A call on several threads whose time is so much more than what its own thread computed was interrupted."""
+MOST_DISTURBED = 8
+"""After so many of those in a row that is how this machine is."""
 _forks = 0
 
 
@@ -55,8 +62,8 @@ class OnTrial:
     alone = None
 
     __slots__ = (
-        "_audit", "_calls", "_forks", "_gains", "_lock", "_native_us", "_on_settled", "_pending", "choice", "final",
-        "lasting", "problem", "provisional", "trial",
+        "_audit", "_calls", "_disturbed", "_forks", "_gains", "_lock", "_native_us", "_on_settled", "_pending",
+        "choice", "final", "lasting", "problem", "provisional", "trial",
     )  # fmt: skip
 
     def __init__(
@@ -81,8 +88,9 @@ class OnTrial:
         self._on_settled = on_settled
         self._lock = threading.Lock()
         self._forks = _forks
-        self._pending: tuple[str, Any, Any] | None = None
+        self._pending: tuple[str, Any, Any, Any, Tensor | None] | None = None
         self._calls = 0
+        self._disturbed = 0
         self._native_us: float | None = None
         self._gains: list[float] = []
 
@@ -124,11 +132,14 @@ class OnTrial:
 
     def _turn(self, device: torch.device) -> str | None:
         if self._pending is not None:
-            name, first, last = self._pending
-            if not last.query():
+            name, first, last, done, error = self._pending
+            if not done.query():
                 return None
             self._pending = None
-            self._record(name, 1e3 * first.elapsed_time(last))
+            if error is None or self._is_right(name, float(error)):
+                self._record(name, 1e3 * first.elapsed_time(last))
+                if error is not None:
+                    self.trial.charge(1e3 * last.elapsed_time(done))
         if self.choice is None:
             if _must_repeat(device):
                 return None
@@ -146,6 +157,8 @@ class OnTrial:
     # ---- timing -------------------------------------------------------------------------------------------------
 
     def _timed(self, name: str, run: Run, device: torch.device) -> Tensor:
+        new = name != NATIVE and self.choice is None and self.trial.is_cold(name)
+        native: Tensor | None = None
         if device.type == "cuda":
             events = timing.cuda_events()
             first, last = events.event(), events.event()
@@ -153,17 +166,68 @@ class OnTrial:
             result = self._tried(name, run)
             if result is not None:
                 last.record()
-                self._pending = (name, first, last)
-                return result
+                self._pending = (name, first, last, last, None)
+                if new:
+                    native = run(NATIVE)
+                    assert native is not None
+                    # Read when all has passed: nothing waits for it.
+                    error = torch.empty((), pin_memory=torch.cuda.is_available())
+                    error.copy_(_distance(result, native), non_blocking=True)
+                    done = events.event()
+                    done.record()
+                    self._pending = (name, first, last, done, error)
+                return result if native is None else native
         else:
-            start = _wall_ns()
+            thread, wall = _thread_ns(), _wall_ns()
             result = self._tried(name, run)
             if result is not None:
-                self._record(name, (_wall_ns() - start) / 1e3)
+                wall_us, thread_us = (_wall_ns() - wall) / 1e3, (_thread_ns() - thread) / 1e3
+                us = self._undisturbed(wall_us, thread_us)
+                if new:
+                    native = run(NATIVE)
+                    assert native is not None
+                    if self._is_right(name, float(_distance(result, native))):
+                        self._record(name, thread_us if us is None else us)  # of a first call little is expected
+                        self.trial.charge((_wall_ns() - wall) / 1e3 - wall_us)
+                    return native
+                if us is None:
+                    self._postpone(name)
+                else:
+                    self._record(name, us)
                 return result
         native = run(NATIVE)
         assert native is not None
         return native
+
+    def _undisturbed(self, wall_us: float, thread_us: float) -> float | None:
+        """What a call took, without what neighbours on the machine took from it; None where that cannot be told.
+
+        On one thread it is the time that thread computed. On several it is the time that passed, and a call is
+        dismissed during which its own thread stood still: the others wait for it.
+        """
+        if self.problem.threads == 1:
+            return thread_us
+        if wall_us > DISTURBED * thread_us + DISTURBED_US and self._disturbed < MOST_DISTURBED:
+            self._disturbed += 1
+            return None
+        self._disturbed = 0
+        return wall_us
+
+    def _is_right(self, name: str, error: float) -> bool:
+        """Judge a candidate by its first result; what is wrong never runs again."""
+        if not math.isfinite(error):
+            self._postpone(name)  # a NaN or an infinity somewhere: nothing can be said
+            return False
+        if error <= ERROR_BOUNDS[self.problem.dtype]:
+            return True
+        warn_once(
+            f"wrong:{name}",
+            f"convselect: {name} is wrong on {self.problem}: its relative error is {error:.1e}. It is not used there; "
+            "please report this.",
+        )
+        self.trial.drop(name)
+        self._settle_if_done()
+        return False
 
     def _tried(self, name: str, run: Run) -> Tensor | None:
         """None where this algorithm has no result to offer; after a failure it is out of the race."""
@@ -208,7 +272,7 @@ class OnTrial:
         if not self._audit or choice.algorithm == NATIVE:
             self.final = choice
         if self._on_settled is not None:
-            self._on_settled(choice, outcome, self.lasting)
+            self._on_settled(choice, outcome, self.lasting and not outcome.hasty)
 
     def _judge_again(self) -> None:
         """Back to native where the choice is clearly slower by now."""
@@ -242,6 +306,16 @@ def keep(problem: ConvProblem, settings: Settings, choice: Choice, samples: int)
             samples,
         )
     )
+
+
+def _distance(result: Tensor, native: Tensor) -> Tensor:
+    """Relative L2 distance; 0 where both are all zeros, NaN where something is not finite."""
+    with torch.no_grad():
+        wide = torch.float64 if native.dtype == torch.float64 else torch.float32
+        result, native = result.detach().to(wide), native.detach().to(wide)
+        size = torch.linalg.vector_norm(native)
+        distance: Tensor = torch.linalg.vector_norm(result - native) / size.clamp_min(torch.finfo(wide).tiny)
+        return distance
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -7,10 +7,8 @@ per algorithm and direction. Nothing is changed: no choice is made, and no file 
 from __future__ import annotations
 
 import difflib
-import importlib.metadata
 import json
 import os
-import platform
 import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
@@ -19,10 +17,11 @@ from typing import Any
 
 import torch
 
-from convselect import _log, _predictor, settings, timing
-from convselect.kernels import ALL, BY_NAME, Algorithm, _library
+from convselect import _findings, _log, _predictor, settings, timing
+from convselect.choose import is_disabled
+from convselect.kernels import ALL, BY_NAME, _library
 from convselect.model import host, measure
-from convselect.problem import ConvProblem, Direction, conv_problem
+from convselect.problem import ConvProblem, Direction
 
 PREFIX = "CONVSELECT_"
 VARIABLES = {
@@ -47,23 +46,6 @@ VARIABLES = {
 """Every environment variable that is read, and what it may be."""
 LEVELS = ("note", "slower", "broken")
 """Of advice; the index is the exit status."""
-BUSY_PERCENT = 40.0
-"""Share of one processor from which another process is said to be busy."""
-LOOK_S = 0.15
-"""How long other processes are looked at."""
-PROBES = (
-    conv_problem(2, 16, 14, 14, 16, 3, 3, padding=1),
-    conv_problem(2, 16, 14, 14, 32, 1, 1),
-    conv_problem(1, 16, 14, 14, 16, 3, 3, padding=1, groups=16),
-    conv_problem(1, 32, 14, 14, 32, 3, 3, padding=1, groups=8),
-    conv_problem(1, 16, 14, 14, 16, 3, 3, padding=1, layout="channels_last", weight_layout="channels_last"),
-    conv_problem(1, 4, 24, 24, 4, 11, 11, padding=5),
-    conv_problem(1, 8, 14, 14, 8, 3, 3, stride=2, padding=1, dtype="bfloat16"),
-    conv_problem(1, 16, 14, 14, 16, 5, 5, padding=2),
-    conv_problem(1, 16, 14, 14, 16, 7, 7, padding=3),
-    conv_problem(1, 16, 14, 14, 16, 1, 7, padding=(0, 0, 3, 3)),
-)
-"""Small convolutions; every algorithm that has an implementation for a machine does one of them."""
 
 
 @dataclass(frozen=True)
@@ -172,13 +154,15 @@ class _Examination:
             "cpus": cpus,
             "threads": threads,
             "load_average": load,
-            "busy_processes": _busy_processes(),
+            "busy_processes": _findings.busy_processes(),
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         }
         limits = {name: value for name, value in here["isa_limits"].items() if value}  # type: ignore[attr-defined]
         if limits:
             told["isa_limits"] = limits
-            self.say("note", f"{_assigned(limits)} keeps PyTorch from instructions that the processor may have.")
+            self.say(
+                "note", f"{_findings.assigned(limits)} keeps PyTorch from instructions that the processor may have."
+            )
         if isinstance(cpus, int) and isinstance(threads, int) and threads > cpus:
             self.say(
                 "slower",
@@ -198,11 +182,11 @@ class _Examination:
             library = _library.library()
             assert library is not None
             used, best = names[_library.isa()], names[library.cs_best_isa()]
-            told = {"loaded": True, "path": _library_path(), "instruction_set": used, "processor_has": best}
+            told = {"loaded": True, "path": _findings.library_path(), "instruction_set": used, "processor_has": best}
             if used != best:
                 self.say("note", f"The C kernels run for {used}, since PyTorch does, on a processor that has {best}.")
             return told
-        why, todo = _why_no_library()
+        why, todo = _findings.why_no_library()
         self.say("slower", f"The C kernels are not loaded: {why}. {todo}")
         return {"loaded": False, "why_not": why}
 
@@ -235,7 +219,11 @@ class _Examination:
             self.say("broken", f"The model {path} cannot be used: {error}; every automatic choice is native. {todo}")
             return {**told, "why_not": str(error)}, self._calibration(path, usable=False, stranger=False)
         calibration = self._calibration(path, usable=True, stranger=path != own)
-        told |= {"usable": path == own or calibration["in_use"], "digest": _predictor.digest(path), **_described(card)}
+        told |= {
+            "usable": path == own or calibration["in_use"],
+            "digest": _predictor.digest(path),
+            **_findings.described(card),
+        }
         self._compare(card, family, named, live)
         return told, calibration
 
@@ -246,7 +234,7 @@ class _Examination:
                 f"CONVSELECT_ARTIFACT is a model of {card.family} and this machine is {family}: `convselect calibrate` "
                 f"fits it to what runs here.",
             )
-        moved = _moved(card)
+        moved = _findings.moved_revisions(card)
         if moved:
             changes = ", ".join(f"{name} (trained on r{then}, now r{now})" for name, (then, now) in moved.items())
             self.say(
@@ -331,7 +319,7 @@ class _Examination:
         elif not used.chooses:
             self.say("slower", f"The policy is {used.policy}: nothing is chosen. With CONVSELECT_POLICY=auto it is.")
         for name in used.disabled:
-            if not any(known.startswith(name) for known in BY_NAME):
+            if not any(is_disabled(known, (name,)) for known in BY_NAME):
                 self.say("slower", f"CONVSELECT_DISABLE names {name}, and no algorithm is called that.")
         return told
 
@@ -363,7 +351,7 @@ class _Examination:
         wants: dict[ConvProblem, Any] = {}
         with torch.no_grad(), measure.threads(1):
             for algorithm in ALL:
-                probe, why = _probe(algorithm)
+                probe, why = _findings.probe_for(algorithm)
                 told[algorithm.name] = {"revision": algorithm.revision, "live": probe is not None, "why_not": why}
                 if probe is None:
                     continue
@@ -375,7 +363,7 @@ class _Examination:
                         a, b = (t.to(problem.device) for t in measure.operands(problem))
                         exact = BY_NAME["native"].run(a.double(), b.double(), problem._replace(dtype="float64"))
                         wants[problem] = (a, b, exact)
-                    error, what = _tried(algorithm, problem, *wants[problem])
+                    error, what = _findings.tried(algorithm, problem, *wants[problem])
                     checked += 1
                     worst[problem.dtype] = max(worst.get(problem.dtype, 0.0), error)
                     if what is not None:
@@ -410,143 +398,17 @@ def examine() -> Report:
         patient.say("slower", "No model is in use: every automatic choice is native.")
     order = sorted(patient.advice, key=lambda advice: -LEVELS.index(advice.level))
     return Report(
-        _versions(), machine, library, algorithms, model, calibration, variables, store, self_test, tuple(order)
+        _findings.versions(),
+        machine,
+        library,
+        algorithms,
+        model,
+        calibration,
+        variables,
+        store,
+        self_test,
+        tuple(order),
     )
-
-
-# ---- parts ------------------------------------------------------------------------------------------------------
-
-
-def _versions() -> dict[str, Any]:
-    import convselect
-
-    here = timing.environment()
-    told: dict[str, Any] = {"convselect": convselect.__version__, "from": str(Path(convselect.__file__).parent)}
-    told |= {"python": platform.python_version(), "torch": torch.__version__, "oneDNN": here["onednn"]}
-    told |= {"cuda": torch.version.cuda, "hip": torch.version.hip}
-    told["cudnn"] = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
-    for name in ("numpy", "triton", "platformdirs", "rich", "typer", "psutil"):
-        try:
-            told[name] = importlib.metadata.version(name)  # without importing it
-        except importlib.metadata.PackageNotFoundError:
-            told[name] = None
-    return told
-
-
-def _busy_processes() -> list[str]:
-    """Other processes that take a good part of a processor just now, busiest first; none where psutil is missing."""
-    try:
-        import psutil
-    except ImportError:
-        return []
-    found = []
-    # The first look at each only starts its clock.
-    watched = [process for process in psutil.process_iter(["name"]) if process.pid != os.getpid()]
-    for process in watched:
-        _share_of(process)
-    psutil.cpu_percent(interval=LOOK_S)
-    for process in watched:
-        share = _share_of(process)
-        if share >= BUSY_PERCENT:
-            found.append((share, f"{process.info['name']} {process.pid} at {share:.0f} %"))
-    return [text for _, text in sorted(found, reverse=True)[:5]]
-
-
-def _share_of(process: Any) -> float:
-    import psutil
-
-    try:
-        return float(process.cpu_percent())
-    except psutil.Error:
-        return 0.0
-
-
-def _assigned(values: Mapping[str, object]) -> str:
-    return " ".join(f"{name}={value}" for name, value in values.items())
-
-
-def _library_path() -> str:
-    return os.environ.get("CONVSELECT_LIBRARY") or str(Path(_library.__file__).with_name("_csrc.so"))
-
-
-def _why_no_library() -> tuple[str, str]:
-    """(why, what to do about it)."""
-    import ctypes
-
-    if os.environ.get("CONVSELECT_NO_NATIVE", "").strip() not in ("", "0"):
-        return f"CONVSELECT_NO_NATIVE={os.environ['CONVSELECT_NO_NATIVE']} switches them off", "Unset it to have them."
-    path = _library_path()
-    again = "Install convselect again where there is a C compiler."
-    if not os.path.exists(path):
-        return f"there is no {path}, so they were not built", again
-    try:
-        abi = ctypes.CDLL(path).cs_abi()
-    except (OSError, AttributeError) as error:
-        return f"{path} cannot be loaded: {error}", again
-    return f"{path} is of another version ({abi}, not {_library.ABI})", again
-
-
-def _moved(card: Any) -> dict[str, tuple[int, int]]:
-    """Algorithm -> (revision that was measured, revision now), where they differ."""
-    now = {algorithm.name: algorithm.revision for algorithm in ALL}
-    return {name: (then, now[name]) for name, then in card.revisions.items() if name in now and now[name] != then}
-
-
-def _described(card: Any) -> dict[str, Any]:
-    held_out = card.figures.get("held_out", {})
-    overall = held_out.get("overall", {})
-    wanted = (
-        "fraction_of_oracle_mean",
-        "fraction_of_oracle_p10",
-        "top1",
-        "speedup_geomean",
-        "slower_than_native_share",
-    )
-    return {
-        "trained_for": card.family,
-        "trained_on": {
-            "device": card.data.get("device"),
-            "problems": card.data.get("problems"),
-            "times": card.data.get("times"),
-            "dtypes": list(card.dtypes),
-            "threads": list(card.threads),
-            "torch": card.versions.get("torch"),
-        },
-        "held_out": {"split": held_out.get("split"), **{name: overall.get(name) for name in wanted}},
-        "margin": card.margin,
-        "features_version": card.features_version,  # loading has compared it with this version's
-        "moved_revisions": {name: f"{then} -> {now}" for name, (then, now) in _moved(card).items()},
-    }
-
-
-def _probe(algorithm: Algorithm) -> tuple[ConvProblem | None, str | None]:
-    """(a probe that this algorithm does here, None), or (None, why there is none)."""
-    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-    here = [device for device in devices if device in algorithm.devices]
-    if not here:
-        return None, f"it runs on {' and '.join(sorted(algorithm.devices))}, and there is none here"
-    why = None
-    for device in here:
-        for probe in PROBES:
-            problem = probe._replace(device=device)
-            reason = algorithm.why_not(problem) or algorithm.same_as_native(problem)
-            if reason is None:
-                return problem, None
-            why = why or reason
-    return None, why
-
-
-def _tried(algorithm: Algorithm, problem: ConvProblem, a: Any, b: Any, exact: Any) -> tuple[float, str | None]:
-    """(relative L2 error, what is wrong)."""
-    try:
-        got = algorithm.run(a, b, problem)
-    except Exception as error:
-        return 0.0, f"{type(error).__name__}: {error}"
-    if got.shape != exact.shape or got.dtype != problem.torch_dtype:
-        return 0.0, f"shape {tuple(got.shape)} and {got.dtype}, where {tuple(exact.shape)} was expected"
-    distance = (torch.linalg.vector_norm(got.double() - exact) / torch.linalg.vector_norm(exact)).item()
-    bound = measure.ERROR_BOUNDS[problem.dtype]
-    return distance, None if distance <= bound else f"relative error {distance:.1e}, more than {bound:.0e}"
 
 
 __all__ = ["LEVELS", "VARIABLES", "Advice", "Report", "examine"]

@@ -2,7 +2,7 @@
 
 The process's defaults come from the environment:
 
-    CONVSELECT_POLICY            auto, verify, measure, native, or the name of an algorithm
+    CONVSELECT_POLICY            verify (default), auto, measure, native, or the name of an algorithm
     CONVSELECT_PRECISION         exact, native, fast
     CONVSELECT_WORKSPACE         bytes ("512MiB", "2e8"), a share of free memory ("25%"), or both ("1GiB,25%")
     CONVSELECT_BATCH_INVARIANT   1: results do not depend on the batch size
@@ -50,7 +50,7 @@ class Settings:
         audit: one call in so many of a verified choice is timed against native, to see whether it still pays; 0: none.
     """
 
-    policy: str = "auto"
+    policy: str = "verify"
     precision: str = "native"
     workspace_bytes: int = DEFAULT_WORKSPACE_BYTES
     workspace_share: float = 1.0
@@ -89,7 +89,7 @@ def _values(settings: Settings) -> tuple[object, ...]:
 
 
 def _intern(
-    policy: str = "auto",
+    policy: str = "verify",
     precision: str = "native",
     workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
     workspace_share: float = 1.0,
@@ -162,7 +162,7 @@ def _from_environment() -> Settings:
     if not workspace and (older := read("CONVSELECT_WORKSPACE_BYTES")):
         size = int(older)
     return _intern(
-        read("CONVSELECT_POLICY", "auto"),
+        read("CONVSELECT_POLICY", "verify"),
         read("CONVSELECT_PRECISION", "native"),
         size,
         share,

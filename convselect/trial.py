@@ -64,12 +64,14 @@ class Outcome:
         gain: its speed in times native's, the median over rounds; 1 for native.
         rounds: that it is based on.
         reason: one sentence.
+        hasty: whether it was ended for its cost, without a comparison to speak of.
     """
 
     algorithm: str
     gain: float
     rounds: int
     reason: str
+    hasty: bool = False
 
 
 class Trial:
@@ -139,6 +141,14 @@ class Trial:
         self.turns += 1
         return name
 
+    def is_cold(self, name: str) -> bool:
+        """Whether this turn is the algorithm's first."""
+        return name not in self._warm_us
+
+    def charge(self, us: float) -> None:
+        """So much time went into a call beyond what it took anyway."""
+        self._excess_us += us
+
     def postpone(self, name: str) -> None:
         """What `turn()` said cannot run now; it is asked again."""
         if name == NATIVE or name in self.live:
@@ -207,7 +217,7 @@ class Trial:
         if not self.live:
             self._settle(NATIVE, "no candidate was faster")
         elif native_us is not None and self._excess_us > ABANDON * native_us:
-            self._settle(NATIVE, "the candidates were predicted much too well")
+            self._settle(NATIVE, "the candidates were predicted much too well", hasty=True)
         elif self._this_round:
             self._end_round()
 
@@ -268,9 +278,9 @@ class Trial:
                 leader = rival
         return leader
 
-    def _settle(self, name: str, reason: str) -> None:
+    def _settle(self, name: str, reason: str, *, hasty: bool = False) -> None:
         gain = 1.0 if name == NATIVE else math.exp(self.gain(name)[0])
-        self.outcome = Outcome(name, gain, len(self._rounds), reason)
+        self.outcome = Outcome(name, gain, len(self._rounds), reason, hasty)
 
 
 def _middle(ascending: Sequence[float]) -> float:
@@ -279,17 +289,25 @@ def _middle(ascending: Sequence[float]) -> float:
 
 
 def replay(trial: Trial, time_us: Callable[[str], float], calls: int) -> float:
-    """Total time of so many calls in us: those of the trial by its rules, with its machinery, then those of whatever it
-    settled on. `time_us(algorithm)` says what one call takes."""
+    """Total time of so many calls in us: those of the trial by its rules, with its machinery and the comparison of each
+    candidate's first result with native's, then those of whatever it settled on. `time_us(algorithm)` says what one
+    call takes."""
     total = 0.0
     for _ in range(calls):
         if trial.outcome is not None:
-            name: str | None = trial.outcome.algorithm
-        else:
-            name = trial.turn()
-            total += trial._machinery_us if name is not None else 0.0
-        us = time_us(name or NATIVE)
-        total += us + (trial._cost_us if name not in (None, NATIVE) else 0.0)
-        if trial.outcome is None and name is not None:
-            trial.record(name, us)
+            name = trial.outcome.algorithm
+            total += time_us(name) + (trial._cost_us if name != NATIVE else 0.0)
+            continue
+        turn = trial.turn()
+        us = time_us(turn or NATIVE)
+        total += us
+        if turn is None:
+            continue
+        total += trial._machinery_us + (trial._cost_us if turn != NATIVE else 0.0)
+        new = turn != NATIVE and trial.is_cold(turn)
+        trial.record(turn, us)
+        if new:
+            comparison = time_us(NATIVE)
+            total += comparison
+            trial.charge(comparison)
     return total

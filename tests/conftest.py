@@ -8,7 +8,12 @@ import tempfile
 import pytest
 import torch
 
+from convselect import settings
+
 # What the user has calibrated or stored must not decide what tests see; processes that tests start inherit this.
+# And what is chosen must not depend on a clock: trials on real calls, the default, have tests of their own.
+os.environ["CONVSELECT_POLICY"] = "auto"
+settings.set_defaults("auto")  # pytest's own configuration has imported the package already
 os.environ["CONVSELECT_CACHE"] = tempfile.mkdtemp(prefix="convselect-tests-")
 
 

@@ -50,6 +50,8 @@ ALLOWED = {
     "_autograd": set(),  # dispatch
     "_calls": {"_aten_strides", "_autograd", "problem"},  # dispatch
     "_batch": {"choose", "kernels", "problem", "settings"},  # _execution
+    "_reasons": {"choose", "kernels", "problem", "settings"},  # explain, _log, bench
+    "_log": {"_predictor", "_reasons", "_warnings", "choose", "problem", "settings"},
     "trial": set(),
     "_verify": {
         "_remembered",
@@ -155,8 +157,6 @@ ALLOWED = {
         "layer",
         "settings",
     },
-    "_reasons": {"choose", "kernels", "problem", "settings"},  # explain, _log, bench
-    "_log": {"_predictor", "_reasons", "_warnings", "choose", "problem", "settings"},
     "explain": {"dispatch", "_predictor", "_reasons", "choose", "kernels", "problem", "settings"},
     "bench": {"_predictor", "_reasons", "choose", "dispatch", "kernels", "model", "problem", "settings", "timing"},
     "tune": {
@@ -172,7 +172,19 @@ ALLOWED = {
         "store",
         "timing",
     },
-    "doctor": {"_log", "_predictor", "_remembered", "kernels", "model", "problem", "settings", "timing"},
+    "_findings": {"kernels", "model", "problem", "timing"},  # doctor
+    "doctor": {
+        "_findings",
+        "_log",
+        "_predictor",
+        "_remembered",
+        "choose",
+        "kernels",
+        "model",
+        "problem",
+        "settings",
+        "timing",
+    },
 }
 
 

@@ -8,7 +8,7 @@ import pytest
 from fake_model import use_fake
 from typer.testing import CliRunner
 
-from convselect import cli, doctor
+from convselect import calibrate, cli, doctor, timing
 from convselect.kernels import BY_NAME
 from convselect.problem import ConvProblem
 
@@ -24,7 +24,7 @@ def test_explain(monkeypatch):
     told = run("explain", SHORT)
     assert told.exit_code == 0
     assert "takes winograd4" in told.output
-    assert run("explain", *SHORT.split()).output == told.output
+    assert run("explain", *SHORT.replace("-> ", "").split()).output == told.output
     (row,) = json.loads(run("explain", SHORT, "--json").output)["rows"]
     assert (row["algorithm"], row["source"], row["gain"]) == ("winograd4", "model", pytest.approx(3.0))
     # the JSON's problem is what all commands read
@@ -75,3 +75,15 @@ def test_doctor_exits_by_the_worst(monkeypatch, levels, status):
     assert all(f"{level}: do {level}" in told.output for level in levels)
     assert ("all is well" in told.output) == (not levels)
     assert json.loads(run("doctor", "--json").output)["status"] == status
+
+
+def test_calibrate_prints_json(monkeypatch):
+    report = calibrate.Report("cpu-x86", 3, {"fft": 0.25}, {"fft": 2}, None)
+    monkeypatch.setattr(timing, "assert_trustworthy", lambda: None)
+    monkeypatch.setattr(calibrate, "calibrate", lambda *_, **__: report)
+    done = run("calibrate", "--no-malloc-tuning", "--dry-run", "--json")
+    assert done.exit_code == 0
+    assert json.loads(done.stdout) == {
+        "artifact": "cpu-x86", "problems": 3, "bias": {"fft": 0.25}, "times": {"fft": 2}, "path": None,
+    }  # fmt: skip
+    assert "+0.25 in ln(t_native / t)" in run("calibrate", "--no-malloc-tuning", "--dry-run").stdout

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 import convselect
-from convselect import doctor, timing
-from convselect.kernels import ALL, BY_NAME
+from convselect import _findings, doctor, timing
+from convselect.kernels import ALL, BY_NAME, _library
 from convselect.model.inference import ARTIFACTS, Predictor, save
 
 PACKAGE = Path(convselect.__file__).parent
@@ -190,15 +190,13 @@ def test_a_busy_process_is_named(monkeypatch):
     busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     # However busy the machine is, this one alone is looked at.
     monkeypatch.setattr(psutil, "process_iter", lambda _: [_with_name(psutil.Process(pid)) for pid in (busy.pid, 1)])
-    monkeypatch.setattr(doctor, "BUSY_PERCENT", 2.0)
-    monkeypatch.setattr(doctor, "LOOK_S", 0.5)
+    monkeypatch.setattr(_findings, "BUSY_PERCENT", 2.0)
+    monkeypatch.setattr(_findings, "LOOK_S", 0.5)
     try:
-        assert any(f" {busy.pid} at " in text for _ in range(10) for text in doctor._busy_processes())
+        assert any(f" {busy.pid} at " in text for _ in range(10) for text in _findings.busy_processes())
     finally:
         busy.kill()
         busy.wait()
-    monkeypatch.setitem(sys.modules, "psutil", None)
-    assert doctor._busy_processes() == []
 
 
 def _with_name(process):
@@ -217,7 +215,7 @@ def test_every_variable_that_is_read_is_known():
 
 
 def test_every_algorithm_for_this_kind_of_device_is_probed():
-    if not doctor._library.available():
+    if not _library.available():
         pytest.skip("most algorithms need the C kernels")
     for algorithm in ALL:
-        assert (doctor._probe(algorithm)[0] is not None) == ("cpu" in algorithm.devices)
+        assert (_findings.probe_for(algorithm)[0] is not None) == ("cpu" in algorithm.devices)

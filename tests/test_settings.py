@@ -109,3 +109,10 @@ def test_budgets_tell_apart_what_allows_different_choices_and_nothing_else():
         with use(**change) as changed:
             lines.add(changed.budgets)
     assert len(lines) == 6
+
+
+def test_verify_is_the_default_where_nobody_says_otherwise():
+    env = {name: value for name, value in os.environ.items() if not name.startswith("CONVSELECT_")}
+    code = "import convselect; print(convselect.settings.current().policy)"
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout == "verify\n"

@@ -101,7 +101,7 @@ def test_equals_seldom_win_and_two_percent_slower_hardly_ever():
         left = 0
         for seed in range(400):
             trial = Trial(["same"], seed=seed)
-            replay(trial, noisy({NATIVE: 1000.0, "same": us}, seed=seed), 500)
+            replay(trial, noisy({NATIVE: 1000.0, "same": us}, seed=seed), 1500)
             assert trial.outcome is not None
             left += trial.outcome.algorithm != NATIVE
         assert left <= most
@@ -142,6 +142,7 @@ def test_predictions_that_are_far_off_end_the_trial():
         trial.record(name, 1000.0 if name == NATIVE else 11_000.0)
     assert trial.outcome is not None
     assert trial.outcome.algorithm == NATIVE
+    assert trial.outcome.hasty
 
 
 def test_interruptions_are_not_charged_in_full():
