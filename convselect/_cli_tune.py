@@ -52,6 +52,9 @@ def tune(
     target_ms: Annotated[
         float | None, typer.Option("--target", help="Of each network's convolutions together, in ms: fast enough.")
     ] = None,
+    patience: Annotated[
+        int, typer.Option(min=1, help="Rounds of 16 programs without a gain after which a problem is left alone.")
+    ] = 8,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads; PyTorch's default otherwise.")] = None,
     strategy: Annotated[str, typer.Option(help="evolution, with a cost model, or random.")] = "evolution",
     resume: Annotated[
@@ -86,7 +89,9 @@ def tune(
     except (demo.DemoError, ValueError, OSError, cost_model.Missing) as error:
         raise _refuse(error) from error
     log = _log()
-    search = tuning.Tuning(prepared, Live(), model=model, objective=goal, seed=seed, log=log, resume=resume)
+    search = tuning.Tuning(
+        prepared, Live(), model=model, objective=goal, patience=patience, seed=seed, log=log, resume=resume
+    )
     if trials is None and minutes is None:
         trials = TRIALS * len(found)
     # What is printed beside JSON would spoil it.

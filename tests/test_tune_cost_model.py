@@ -93,7 +93,7 @@ def test_features():
     assert np.isnan(row["rows:log_value"])
     assert np.isnan(values[2][list(of.names).index("tiles:log_value")])
     # 64 output channels and 98 tiles of 4 x 4, in blocks of 16
-    assert row["tiles:log_blocks_of_channels"] == 2
+    assert row["tiles:log_blocks_of_K"] == 2
     assert row["tiles:rest_of_tiles"] == pytest.approx((7 * 16 - 98) / 16)
     # what was not among the columns is taken, without a column of its own
     assert ProgramFeatures(programs[2:])(problem, programs).shape[0] == 3

@@ -79,10 +79,11 @@ def estimate(problem: ConvProblem, algorithm: str) -> Estimate:
 
 _ESTIMATES = (
     "log_flops", "log_traffic", "log_intensity", "log_tiles", "log_taps", "log_x/l2", "log_weight/l2", "log_y/l2",
-    "log_weight/l1", "log_transformed_weight/l2", "log_x/l3",
+    "log_weight/l1", "log_transformed_weight/l2", "log_x/l3", "log_block/l1", "log_block/l2",
 )  # fmt: skip
 _OF_SIZES = (
-    "log_value", "log_value/l2", "log_blocks_of_channels", "rest_of_channels", "log_blocks_of_tiles", "rest_of_tiles",
+    "log_value", "log_value/l2", "log_blocks_of_K", "rest_of_K", "log_blocks_of_C", "rest_of_C", "log_blocks_of_tiles",
+    "rest_of_tiles",
 )  # fmt: skip
 _OF_BYTES = ("log_value/l1", "log_tile/l2", "log_x/value", "log_weight/value", "log_tile_columns", "log_reuse")
 
@@ -121,10 +122,13 @@ class ProgramFeatures:
         e, sizes = estimate(problem, program.algorithm), caches()
         element = problem.element_bytes
         transformed = element * e.taps * problem.K * (problem.C // problem.groups)
+        # Block sizes multiply: the numbers that are worked on at one time, with all their taps.
+        block = element * e.taps * math.prod(max(v, 1) for n, v in program.params if not _in_kib(n))
         values = [
             _log(e.flops), _log(e.traffic_bytes), _log(e.flops / e.traffic_bytes), _log(e.tiles), _log(e.taps),
             _log(problem.x_bytes / sizes.l2), _log(problem.weight_bytes / sizes.l2), _log(problem.y_bytes / sizes.l2),
             _log(problem.weight_bytes / sizes.l1), _log(transformed / sizes.l2), _log(problem.x_bytes / sizes.l3),
+            _log(block / sizes.l1), _log(block / sizes.l2),
         ]  # fmt: skip
         own = family(program.algorithm)
         values.append(float(self._families.index(own)) if own in self._families else float("nan"))
@@ -135,13 +139,13 @@ class ProgramFeatures:
             if value is None:
                 values += [float("nan")] * (len(_OF_SIZES) + len(_OF_BYTES))
             else:
-                values += _of_value(problem, e, value)
+                values += _of_value(problem, e, name, value)
         return values
 
 
-def _of_value(problem: ConvProblem, e: Estimate, value: int) -> list[float]:
+def _of_value(problem: ConvProblem, e: Estimate, name: str, value: int) -> list[float]:
     """One parameter as a size in channels or tiles, and as a size in bytes: trees take what says something."""
-    sizes, count = caches(), max(value, 1)
+    sizes, count = caches(), max(value, 1) * (1024 if _in_kib(name) else 1)
     column = problem.element_bytes * e.taps * (problem.C // problem.groups)  # bytes per tile of the image
     columns = count / column
     return [
@@ -149,6 +153,8 @@ def _of_value(problem: ConvProblem, e: Estimate, value: int) -> list[float]:
         _log(count / sizes.l2),
         _log(problem.K / count),
         -problem.K % count / count,
+        _log(problem.C / count),
+        -problem.C % count / count,
         _log(e.tiles / count),
         -e.tiles % count / count,
         _log(count / sizes.l1),
@@ -158,6 +164,10 @@ def _of_value(problem: ConvProblem, e: Estimate, value: int) -> list[float]:
         _log(columns),
         _log(e.tiles / max(columns, 1.0)),
     ]
+
+
+def _in_kib(name: str) -> bool:
+    return name.endswith("_kib")
 
 
 def family(algorithm: str) -> str:
