@@ -46,7 +46,7 @@ def record(
     minutes: Annotated[float, typer.Option(help="No problem is begun after so long.")] = 15.0,
     seed: int = 0,
 ) -> None:
-    """Measure programs of networks' forward problems on one thread."""
+    """Measure programs of networks' forward problems on one thread. A file that is there is added to."""
     from convselect import _cli_tune, settings
     from convselect.kernels import BY_NAME
     from convselect.tune.runner import Live
@@ -58,7 +58,10 @@ def record(
         heaviest = sorted(own, key=lambda p: -sum(own[p].values()) * p.flops)[:problems]
         for problem in heaviest:
             wanted.setdefault(problem, {}).update(own[problem])
-    deadline, live, found = timing.Deadline(60 * minutes), Live(), []
+    deadline, live, found = timing.Deadline(60 * minutes), Live(), read_recorded(path) if path.exists() else []
+    for one in found:
+        for network_, count in wanted.pop(one.problem, {}).items():
+            one.calls[network_] = count
     # Begun in an order that leaves something of every kind when time runs out.
     prepared = problems_of(wanted.items(), settings.current())
     random.Random(seed).shuffle(prepared)

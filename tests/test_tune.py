@@ -24,7 +24,7 @@ from convselect.tune import tuning
 from convselect.tune.cost_model import CostModel
 from convselect.tune.programs import Program, Programs
 from convselect.tune.records import Log, Measured, beside, read_recorded, write_recorded
-from convselect.tune.runner import Live, Replay, Verdict
+from convselect.tune.runner import Live, Replay, Verdict, params_of
 from convselect.tune.tuning import Tuning
 
 P = problems()[0]
@@ -353,7 +353,8 @@ def test_the_command_keeps_what_it_found_and_goes_on(own_store):
         decision = found[one["problem"]]
         assert decision.source == "tune"
         program = Program.parse(one["program"])
-        assert (decision.algorithm, dict(decision.params or {})) == (program.algorithm, program.values)
+        assert decision.algorithm == program.algorithm
+        assert decision.params == params_of(decision.problem, program)
     again = command(SHORT, "--trials", "1", "--threads", "1", "--directions", "forward,backward_data")
     assert again.exit_code == 0, again.output
     assert f"{values['trials']} programs were measured by earlier searches" in again.output

@@ -117,10 +117,11 @@ class Live:
 
     def _check(self, problem: ConvProblem, program: Program) -> str:
         algorithm = self._algorithms[program.algorithm]
-        return measure.check(algorithm, self._a, self._b, problem, self._want, program.values or None)
+        params = params_of(problem, program, self._algorithms)
+        return measure.check(algorithm, self._a, self._b, problem, self._want, params)
 
     def _call(self, problem: ConvProblem, program: Program) -> Callable[[], Tensor | None]:
-        algorithm, params = self._algorithms[program.algorithm], program.values or None
+        algorithm, params = self._algorithms[program.algorithm], params_of(problem, program, self._algorithms)
         a, b = self._a, self._b
         format = torch.contiguous_format if self._plain else torch.channels_last
 
@@ -154,6 +155,15 @@ class Live:
 
     def _anchors(self, problem: ConvProblem, program: Program) -> bool:
         return problem in self._first or self._check(problem, program) == "ok"
+
+
+def params_of(
+    problem: ConvProblem, program: Program, algorithms: Mapping[str, Algorithm] = BY_NAME
+) -> dict[str, int] | None:
+    """What a choice of this program carries: None for its algorithm's default, which is what runs without any."""
+    space = algorithms[program.algorithm].space(problem) if program.params else None
+    values = program.values
+    return None if space is None or values == space.default(problem) else values
 
 
 def _with_cost(t: timing.Timing, problem: ConvProblem, program: Program) -> timing.Timing:

@@ -18,7 +18,7 @@ from convselect.store import Decision
 from convselect.tune.cost_model import CostModel
 from convselect.tune.programs import Program, Programs
 from convselect.tune.records import Log, Measured, Recorded
-from convselect.tune.runner import Runner, Verdict
+from convselect.tune.runner import Runner, Verdict, params_of
 from convselect.tune.scheduler import EqualSplit, Objective, Scheduler, Task, latencies
 from convselect.tune.search import Evolution, Search
 
@@ -198,7 +198,7 @@ def keep(outcomes: Iterable[Outcome], settings: Settings) -> None:
     for one in outcomes:
         program, verdict = one.verdict.program, one.verdict
         decision = Decision(
-            one.problem, settings.budgets, program.algorithm, program.values or None, "tune", verdict.gain,
+            one.problem, settings.budgets, program.algorithm, params_of(one.problem, program), "tune", verdict.gain,
             BY_NAME[program.algorithm].revision, verdict.rounds,
         )  # fmt: skip
         _remembered.remember(decision)
