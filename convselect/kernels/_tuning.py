@@ -2,45 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable
 
-from convselect.kernels._contract import Params
-from convselect.kernels._space import Space, Values
+from convselect.kernels._contract import Algorithm, Params
+from convselect.kernels._space import Values
 from convselect.problem import ConvProblem
 
 MORE_BYTES = 32 * 2**20
 """A program may take this much more workspace than the default one, or twice as much."""
 
 
-# (algorithm, problem, parameters) -> slots. Every call asks, and asking the space costs more than a small convolution.
-_known: dict[tuple[str, ConvProblem, tuple[tuple[str, int], ...]], tuple[int, ...]] = {}
-_MOST_KNOWN = 4096
-
-
-def slots(name: str, problem: ConvProblem, params: Params, space: Space, order: Mapping[str, int]) -> tuple[int, ...]:
-    """The values in the kernel's order, 0 where it decides.
-
-    Args:
-        order: parameter -> slot.
+def slots(algorithm: Algorithm, problem: ConvProblem, params: Params, order: tuple[str, ...]) -> tuple[int, ...]:
+    """The values of `params` in the kernel's order of parameters, 0 where it decides.
 
     Raises:
         ValueError: where `params` is no program of the algorithm on this problem.
     """
     if params is None:
         return ()
-    key = (name, problem, tuple(params.items()))
-    known = _known.get(key)
-    if known is not None:
-        return known
-    if not space.is_valid(problem, params):
-        raise ValueError(f"{name} has no program {dict(params)} for {problem}")
-    filled = [0] * (1 + max(order.values()))
-    for parameter, value in params.items():
-        filled[order[parameter]] = value
-    if len(_known) >= _MOST_KNOWN:
-        _known.clear()
-    found = _known[key] = tuple(filled)
-    return found
+    return _slots(algorithm, problem, tuple(params.items()), order)
+
+
+@functools.lru_cache(maxsize=4096)
+def _slots(
+    algorithm: Algorithm, problem: ConvProblem, items: tuple[tuple[str, int], ...], order: tuple[str, ...]
+) -> tuple[int, ...]:
+    # Remembered: asking the space costs as much as a small convolution.
+    values, space = dict(items), algorithm.space(problem)
+    if space is None or not space.is_valid(problem, values):
+        raise ValueError(f"{algorithm.name} has no program {values} for {problem}")
+    return tuple(values.get(name, 0) for name in order)
 
 
 def within(workspace: Callable[[Values | None], int], default: Values, values: Values) -> bool:

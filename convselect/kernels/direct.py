@@ -141,8 +141,8 @@ def forward_packed(
 # ---- the algorithm --------------------------------------------------------------------------------------------------
 
 
-SLOTS = {"order": 0, "tile_rows": 1, "rows_kib": 2, "panels_kib": 3, "group": 4, "pixels": 5}
-"""Parameter -> slot of `cs_conv.tune`, as csrc/convselect.h names them."""
+SLOTS = ("order", "tile_rows", "rows_kib", "panels_kib", "group", "pixels")
+"""Parameters in the order of the slots of `cs_conv.tune`: csrc/convselect.h."""
 TILE_ROWS = {"avx512": (7, 8, 10, 12, 14), "avx2": (3, 4, 5, 6), "base": (3, 4, 5, 6)}
 _ORDER = Parameter("order", (0, 1, 2), STRUCTURE)
 
@@ -170,8 +170,7 @@ class Direct(Algorithm):
         return _space(self, gradient, problem.layout == CHANNELS_LAST, _library.isa())
 
     def _tune(self, problem: ConvProblem, params: Params) -> tuple[int, ...]:
-        space = None if params is None else self.space(problem)
-        return () if space is None else slots(self.name, problem, params, space, SLOTS)
+        return () if params is None else slots(self, problem, params, SLOTS)
 
     def error_grade(self, problem: ConvProblem) -> Grade:
         """Measured in float32 on normal data: 2e-7 to 9e-7 up to 512 * 9 terms; weight gradients below 4e-7."""

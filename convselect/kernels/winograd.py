@@ -47,8 +47,8 @@ _FRAIL_IMAGE = 7
 _FRAIL_RESULTS = 4096
 
 
-SLOTS = {"span_kib": 0, "inputs": 1, "outputs": 2, "team": 3}
-"""Parameter -> slot of `cs_conv.tune`, as csrc/convselect.h names them."""
+SLOTS = ("span_kib", "inputs", "outputs", "team")
+"""Parameters in the order of the slots of `cs_conv.tune`: csrc/convselect.h."""
 _FORWARD = (
     Parameter("team", (0,), STRUCTURE),
     Parameter("span_kib", (128, 256, 512, 1024, 2048, 4096)),
@@ -120,8 +120,7 @@ class Winograd(Algorithm):
         return _space(self, problem.direction == Direction.BACKWARD_WEIGHT, problem.threads > 1)
 
     def _tune(self, problem: ConvProblem, params: Params) -> tuple[int, ...]:
-        space = None if params is None else self.space(problem)
-        return () if space is None else slots(self.name, problem, params, space, SLOTS)
+        return () if params is None else slots(self, problem, params, SLOTS)
 
     def error_grade(self, problem: ConvProblem) -> Grade:
         """Measured in float32 on normal, rectified and smooth data, 1 to 2,048 channels, all directions: the C kernels
