@@ -44,6 +44,7 @@ def record(
     programs: Annotated[int, typer.Option(help="Drawn per problem, besides the defaults.")] = 250,
     problems: Annotated[int | None, typer.Option(help="Only so many per network, by calls x operations.")] = None,
     minutes: Annotated[float, typer.Option(help="No problem is begun after so long.")] = 15.0,
+    rounds: Annotated[int, typer.Option(help="Timed calls of a program, of which the least counts.")] = 12,
     seed: int = 0,
 ) -> None:
     """Measure programs of networks' forward problems on one thread. A file that is there is added to."""
@@ -58,7 +59,8 @@ def record(
         heaviest = sorted(own, key=lambda p: -sum(own[p].values()) * p.flops)[:problems]
         for problem in heaviest:
             wanted.setdefault(problem, {}).update(own[problem])
-    deadline, live, found = timing.Deadline(60 * minutes), Live(), read_recorded(path) if path.exists() else []
+    deadline, live = timing.Deadline(60 * minutes), Live(rounds=rounds)
+    found = read_recorded(path) if path.exists() else []
     for one in found:
         for network_, count in wanted.pop(one.problem, {}).items():
             one.calls[network_] = count
