@@ -26,6 +26,7 @@ def test_figures():
     assert recall_at(true, np.array([0.1, 0.2, 0.9, 0.8]), 1) == 0
     assert recall_at(true, np.array([0.9, 0.2, 0.8, 0.1]), 2) == 0.5
     assert recall_at(true, true, 100) == 1
+    assert pairwise_accuracy(np.array([1.0, 0.99, 0.5]), np.array([0.5, 0.6, 0.1]), 0.02) == 1
     told = quality([(true, true), (true, np.full(4, true.mean()))])
     assert told.pairwise == 0.75
     assert told.r2 == pytest.approx(0.5)

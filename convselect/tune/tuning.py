@@ -24,7 +24,7 @@ from convselect.tune.search import Evolution, Search
 
 BATCH = 16
 """Programs per round."""
-FINALISTS = 3
+FINALISTS = 5
 """Of a problem, compared with what runs without tuning in the end."""
 
 STRATEGIES = ("evolution", "random")
