@@ -139,16 +139,17 @@ class ProgramFeatures:
             if value is None:
                 values += [float("nan")] * (len(_OF_SIZES) + len(_OF_BYTES))
             else:
-                values += _of_value(problem, e, name, value)
+                values += _of_value(problem, program.algorithm, name, value)
         return values
 
 
-def _of_value(problem: ConvProblem, e: Estimate, name: str, value: int) -> list[float]:
+@functools.lru_cache(maxsize=1 << 16)
+def _of_value(problem: ConvProblem, algorithm: str, name: str, value: int) -> tuple[float, ...]:
     """One parameter as a size in channels or tiles, and as a size in bytes: trees take what says something."""
-    sizes, count = caches(), max(value, 1) * (1024 if _in_kib(name) else 1)
+    e, sizes, count = estimate(problem, algorithm), caches(), max(value, 1) * (1024 if _in_kib(name) else 1)
     column = problem.element_bytes * e.taps * (problem.C // problem.groups)  # bytes per tile of the image
     columns = count / column
-    return [
+    return (
         float(value) if value < 2 else 1 + _log(value),
         _log(count / sizes.l2),
         _log(problem.K / count),
@@ -163,7 +164,7 @@ def _of_value(problem: ConvProblem, e: Estimate, name: str, value: int) -> list[
         _log(problem.weight_bytes / count),
         _log(columns),
         _log(e.tiles / max(columns, 1.0)),
-    ]
+    )
 
 
 def _in_kib(name: str) -> bool:
