@@ -201,7 +201,8 @@ def compare_schedules(
         equal, scheduler: latency at the end over that of the best recorded programs, means over seeds; untuned: the
         same without tuning; reach: median share of the equal split's trials after which the scheduler is as good, 1
         where it never is; reach_after_first: without the first round of every problem, which both have;
-        near: as reach_after_first, for coming within 0.5 %.
+        to_2_percent, to_1_percent: trials after the first rounds to come so near the best recorded latency, over those
+        that the equal split takes for it; medians over the seeds in which both come that near.
     """
     own = [
         Recorded(o.problem, {network: o.calls[network]}, o.measured, o.chosen, o.kinds)
@@ -228,7 +229,8 @@ def compare_schedules(
     for count in counts:
         trials = count * len(own)
         ends: dict[str, list[float]] = {"equal": [], "scheduler": []}
-        reach, after, near = [], [], []
+        reach, after = [], []
+        near: dict[str, list[float]] = {"to_2_percent": [], "to_1_percent": []}
         for curves in runs:
             within = {name: [(n, us) for n, us in of if n <= trials] for name, of in curves.items()}
             if not all(within.values()):
@@ -237,10 +239,12 @@ def compare_schedules(
                 ends[name].append(of[-1][1] / best)
             goal, first = within["equal"][-1][1], within["equal"][0][0]
             at = next((n for n, us in within["scheduler"] if us <= goal), trials)
-            close = next((n for n, us in within["scheduler"] if us <= goal * 1.005), trials)
             reach.append(at / trials)
             after.append((at - first) / max(trials - first, 1))
-            near.append((close - first) / max(trials - first, 1))
+            for (name, ratios), share in zip(near.items(), (1.02, 1.01), strict=True):
+                ns = [next((n for n, us in within[s] if us <= share * best), None) for s in ("equal", "scheduler")]
+                if ns[0] is not None and ns[1] is not None:
+                    ratios.append(max(ns[1] - first, batch) / max(ns[0] - first, batch))
         if reach:
             told[count] = {
                 **{name: float(np.mean(values)) for name, values in ends.items()},
@@ -248,7 +252,7 @@ def compare_schedules(
                 "problems": float(len(own)),
                 "reach": float(np.median(reach)),
                 "reach_after_first": float(np.median(after)),
-                "near": float(np.median(near)),
+                **{name: float(np.median(ratios)) for name, ratios in near.items() if ratios},
             }
     return told
 
