@@ -241,7 +241,7 @@ def compare_schedules(
             at = next((n for n, us in within["scheduler"] if us <= goal), trials)
             reach.append(at / trials)
             after.append((at - first) / max(trials - first, 1))
-            for (name, ratios), share in zip(near.items(), (1.02, 1.01), strict=True):
+            for ratios, share in zip(near.values(), (1.02, 1.01), strict=True):
                 ns = [next((n for n, us in within[s] if us <= share * best), None) for s in ("equal", "scheduler")]
                 if ns[0] is not None and ns[1] is not None:
                     ratios.append(max(ns[1] - first, batch) / max(ns[0] - first, batch))
