@@ -147,7 +147,9 @@ def test_structs_are_as_the_header_has_them():
         fields = []
         for kind, names in re.findall(r"(int64_t|int32_t|const float|float|const void) ([^;]+);", body):
             size = {"int64_t": ctypes.c_int64, "int32_t": ctypes.c_int32}.get(kind, ctypes.c_void_p)
-            fields += [(name.strip(" *"), size) for name in names.split(",")]
+            for name in names.split(","):
+                plain, _, count = name.strip(" *]").partition("[")
+                fields.append((plain, size * int(count) if count else size))
         assert fields == [tuple(field) for field in struct._fields_]
     for name, number in {
         **{f"CS_{name}": getattr(_library, name) for name in ("OK", "NO_MEMORY", "UNSUPPORTED", "NONFINITE")},

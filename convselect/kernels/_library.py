@@ -18,7 +18,8 @@ from torch import Tensor
 
 from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction, layout_of
 
-ABI = 3
+ABI = 4
+TUNE_SLOTS = 8
 OK, NO_MEMORY, UNSUPPORTED, NONFINITE = range(4)
 ISAS = {"base": 0, "avx2": 1, "avx512": 2}
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
@@ -39,6 +40,7 @@ class Conv(ctypes.Structure):
         *((name, ctypes.c_int32) for name in (
             "dtype", "direction", "x_layout", "y_layout", "weight_layout", "threads", "isa", "reserved",
         )),
+        ("tune", ctypes.c_int32 * TUNE_SLOTS),
     )  # fmt: skip
 
 
@@ -122,8 +124,9 @@ def _function(name: str, before: int) -> Any:
     return function
 
 
-def _conv(p: ConvProblem, a_layout: str, b_layout: str, threads: int, isa: int) -> Conv:
-    """The problem with operands in these layouts; a weight gradient is contiguous."""
+def _conv(p: ConvProblem, a_layout: str, b_layout: str, threads: int, isa: int, tune: tuple[int, ...] = ()) -> Conv:
+    """The problem with operands in these layouts; a weight gradient is contiguous. `tune`: a kernel's parameters in the
+    order of its slots, 0 for its own choice."""
     if p.direction == Direction.BACKWARD_WEIGHT:
         layouts = (a_layout, b_layout, CONTIGUOUS)
     else:
@@ -132,19 +135,27 @@ def _conv(p: ConvProblem, a_layout: str, b_layout: str, threads: int, isa: int) 
         p.N, p.C, p.H, p.W, p.K, p.R, p.S, p.P, p.Q,
         p.stride_h, p.stride_w, p.pad_top, p.pad_left, p.dil_h, p.dil_w, p.groups,
         DTYPES[p.dtype], DIRECTIONS[p.direction], *(LAYOUTS[layout] for layout in layouts), threads, isa, 0,
+        (ctypes.c_int32 * TUNE_SLOTS)(*tune),
     )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=4096)
 def _prepared(
-    name: str, before: int, problem: ConvProblem, a_layout: str, b_layout: str, threads: int, isa: int
+    name: str,
+    before: int,
+    problem: ConvProblem,
+    a_layout: str,
+    b_layout: str,
+    threads: int,
+    isa: int,
+    tune: tuple[int, ...],
 ) -> _Call:
     p = problem
     first = p.y_shape if p.direction == Direction.BACKWARD_DATA else p.x_shape
     second = p.y_shape if p.direction == Direction.BACKWARD_WEIGHT else p.weight_shape
     return _Call(
         _function(name, before),
-        ctypes.byref(_conv(p, a_layout, b_layout, threads, isa)),
+        ctypes.byref(_conv(p, a_layout, b_layout, threads, isa, tune)),
         (first, second),
         p.result_shape,
         p.torch_dtype,
@@ -196,6 +207,7 @@ def call(
     residual: Tensor | None = None,
     activation: str | None = None,
     isa_level: int | None = None,
+    tune: tuple[int, ...] = (),
 ) -> Tensor:
     """Run kernel `name` on the direction's two operands; the result, in the layout of the streamed operand (for a
     weight gradient contiguous). Whether values that are not finite were spread is not told: see `call_checked`.
@@ -204,20 +216,27 @@ def call(
         before: integers that the kernel takes ahead of its operands.
         bias, residual, activation: y becomes activation(y + bias + residual); forward only. `bias` is (K,),
             `residual` is shaped like y.
+        tune: the kernel's parameters, in the order of its slots; 0: its own choice.
 
     Raises:
         MemoryError: where scratch memory could not be had.
         NotImplementedError: where the kernel declines, which its `why_not` should have said.
         ValueError: where a tensor is not what the problem says; the kernel, which sees only pointers, is not called.
     """
-    return _call(name, a, b, problem, before, bias, residual, activation, isa_level)[0]
+    return _call(name, a, b, problem, before, bias, residual, activation, isa_level, tune)[0]
 
 
 def call_checked(
-    name: str, a: Tensor, b: Tensor, problem: ConvProblem, before: Sequence[int] = (), bias: Tensor | None = None
+    name: str,
+    a: Tensor,
+    b: Tensor,
+    problem: ConvProblem,
+    before: Sequence[int] = (),
+    bias: Tensor | None = None,
+    tune: tuple[int, ...] = (),
 ) -> Tensor | None:
     """As `call`; None where a transform method found an infinity or a NaN that it may have spread over neighbours."""
-    out, finite = _call(name, a, b, problem, before, bias, None, None, None)
+    out, finite = _call(name, a, b, problem, before, bias, None, None, None, tune)
     return out if finite else None
 
 
@@ -231,13 +250,14 @@ def _call(
     residual: Tensor | None,
     activation: str | None,
     isa_level: int | None,
+    tune: tuple[int, ...],
 ) -> tuple[Tensor, bool]:
     p = problem
     preferred = p.layout if p.layout in LAYOUTS else CONTIGUOUS
     a, a_layout = dense(a, preferred)
     b, b_layout = dense(b, preferred if p.direction == Direction.BACKWARD_WEIGHT else CONTIGUOUS)
     level = isa() if isa_level is None else isa_level
-    plan = _prepared(name, len(before), p, a_layout, b_layout, torch.get_num_threads(), level)
+    plan = _prepared(name, len(before), p, a_layout, b_layout, torch.get_num_threads(), level, tune)
     dtype = plan.dtype
     if (a.shape, b.shape) != plan.operand_shapes or a.dtype != dtype or b.dtype != dtype or not (a.is_cpu and b.is_cpu):
         raise ValueError(f"{name}: operands {a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)} for {p}")
@@ -265,7 +285,7 @@ def copied_bytes(problem: ConvProblem) -> int:
     return (0 if p.layout in LAYOUTS else streamed) + weight
 
 
-def workspace_bytes(query: str, problem: ConvProblem, before: Sequence[int] = ()) -> int:
+def workspace_bytes(query: str, problem: ConvProblem, before: Sequence[int] = (), tune: tuple[int, ...] = ()) -> int:
     """Memory beyond operands and result that `call` takes, in bytes: the kernel's scratch memory, as its query function
     says, and dense copies of operands.
 
@@ -277,7 +297,7 @@ def workspace_bytes(query: str, problem: ConvProblem, before: Sequence[int] = ()
     function = loaded[query]
     function.argtypes = (ctypes.c_void_p, *(ctypes.c_int32,) * len(before))
     function.restype = ctypes.c_int64
-    scratch: int = function(ctypes.byref(_conv(problem, CONTIGUOUS, CONTIGUOUS, problem.threads, isa())), *before)
+    scratch: int = function(ctypes.byref(_conv(problem, CONTIGUOUS, CONTIGUOUS, problem.threads, isa(), tune)), *before)
     if scratch < 0:
         raise NotImplementedError(f"{query} does not apply to {problem}")
     return scratch + copied_bytes(problem)

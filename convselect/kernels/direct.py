@@ -24,6 +24,8 @@ from torch import Tensor
 from convselect.kernels import _library
 from convselect.kernels._common import memory_format
 from convselect.kernels._contract import Algorithm, Grade, Params
+from convselect.kernels._space import STRUCTURE, Parameter, Rule, Space, Values
+from convselect.kernels._tuning import slots, within
 from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction
 
 FEW_CHANNELS = 16
@@ -139,8 +141,18 @@ def forward_packed(
 # ---- the algorithm --------------------------------------------------------------------------------------------------
 
 
+SLOTS = ("order", "tile_rows", "rows_kib", "panels_kib", "group", "pixels")
+"""Parameters in the order of the slots of `cs_conv.tune`: csrc/convselect.h."""
+TILE_ROWS = {"avx512": (7, 8, 10, 12, 14), "avx2": (3, 4, 5, 6), "base": (3, 4, 5, 6)}
+_ORDER = Parameter("order", (0, 1, 2), STRUCTURE)
+
+
 class Direct(Algorithm):
-    """`params` is not used."""
+    """Parameters: `tile_rows`, rows of a register tile at most. Forward and data gradient: `order`, whether the outer
+    loop goes over pixels (1) or output channels (2); `panels_kib`, weights (NHWC) or gathered inputs (NCHW) that are
+    held at a time; `rows_kib` (NHWC), inputs that a run of rows reads; `group` (NCHW), panels of pixels gathered at one
+    time. Weight gradient: `pixels` summed at a time. 0: as the kernel decides.
+    """
 
     name = "direct"
 
@@ -150,8 +162,15 @@ class Direct(Algorithm):
     def batch_invariant(self, problem: ConvProblem) -> bool:
         return True  # each result is summed in an order that its place in the image decides
 
-    def workspace_bytes(self, problem: ConvProblem) -> int:
-        return _library.workspace_bytes("cs_direct_bytes", problem)
+    def workspace_bytes(self, problem: ConvProblem, params: Params = None) -> int:
+        return _library.workspace_bytes("cs_direct_bytes", problem, (), _slots(params))
+
+    def space(self, problem: ConvProblem) -> Space | None:
+        gradient = problem.direction == Direction.BACKWARD_WEIGHT
+        return _space(self, gradient, problem.layout == CHANNELS_LAST, _library.isa())
+
+    def _tune(self, problem: ConvProblem, params: Params) -> tuple[int, ...]:
+        return () if params is None else slots(self, problem, params, SLOTS)
 
     def error_grade(self, problem: ConvProblem) -> Grade:
         """Measured in float32 on normal data: 2e-7 to 9e-7 up to 512 * 9 terms; weight gradients below 4e-7."""
@@ -160,19 +179,50 @@ class Direct(Algorithm):
     def run_checked(
         self, a: Tensor, b: Tensor, problem: ConvProblem, params: Params = None, bias: Tensor | None = None
     ) -> Tensor | None:
-        return _library.call_checked("cs_direct", a, b, problem, bias=bias)
+        return _library.call_checked("cs_direct", a, b, problem, (), bias, self._tune(problem, params))
+
+    def _run(self, a: Tensor, b: Tensor, problem: ConvProblem, params: Params) -> Tensor:
+        return _library.call("cs_direct", a, b, problem, tune=self._tune(problem, params))
 
     @torch.no_grad()
     def forward(self, x: Tensor, weight: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
-        return _library.call("cs_direct", x, weight, problem.with_direction(Direction.FORWARD))
+        return self._run(x, weight, problem.with_direction(Direction.FORWARD), params)
 
     @torch.no_grad()
     def backward_data(self, grad_y: Tensor, weight: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
-        return _library.call("cs_direct", grad_y, weight, problem.with_direction(Direction.BACKWARD_DATA))
+        return self._run(grad_y, weight, problem.with_direction(Direction.BACKWARD_DATA), params)
 
     @torch.no_grad()
     def backward_weight(self, x: Tensor, grad_y: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
-        return _library.call("cs_direct", x, grad_y, problem.with_direction(Direction.BACKWARD_WEIGHT))
+        return self._run(x, grad_y, problem.with_direction(Direction.BACKWARD_WEIGHT), params)
+
+
+def _slots(values: Params) -> tuple[int, ...]:
+    return () if not values else tuple(values.get(name, 0) for name in SLOTS)
+
+
+@functools.cache
+def _space(algorithm: Direct, gradient: bool, last: bool, isa: int) -> Space:
+    rows = TILE_ROWS[next(name for name, level in _library.ISAS.items() if level == isa)]
+    tile_rows, panels = Parameter("tile_rows", rows), Parameter("panels_kib", (64, 128, 256, 512, 1024))
+    usual: Values
+    if gradient:
+        parameters: tuple[Parameter, ...] = (tile_rows, Parameter("pixels", (0, 64, 128, 256, 512, 1024)))
+        usual = {"tile_rows": rows[-1], "pixels": 0}
+    elif last:
+        parameters = (_ORDER, tile_rows, Parameter("rows_kib", (48, 96, 192, 384, 768)), panels)
+        usual = {"order": 0, "tile_rows": rows[-1], "rows_kib": 192, "panels_kib": 256}
+    else:
+        parameters = (_ORDER, tile_rows, panels, Parameter("group", (1, 2, 4, 8, 16)))
+        usual = {"order": 0, "tile_rows": rows[-1], "panels_kib": 256, "group": 16}
+
+    def allowed(problem: ConvProblem, values: Values) -> bool:
+        return within(lambda v: algorithm.workspace_bytes(problem, v), usual, values)
+
+    rules = (
+        Rule("over pixels or over channels", lambda p, _: not gradient, lambda *_: [{"order": o} for o in (0, 1, 2)]),
+    )
+    return Space(parameters, lambda _: usual, allowed, () if gradient else rules)
 
 
 ALGORITHMS = (Direct(),)

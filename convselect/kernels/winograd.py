@@ -17,12 +17,15 @@ Sources: Winograd 1980, "Arithmetic complexity of computations"; Lavin & Gray 20
 
 from __future__ import annotations
 
+import functools
 import math
 
 from torch import Tensor
 
 from convselect.kernels import _library, _winograd_torch, _winograd_transforms
 from convselect.kernels._contract import Algorithm, Grade, Params
+from convselect.kernels._space import STRUCTURE, Parameter, Rule, Space, Values
+from convselect.kernels._tuning import slots, within
 from convselect.problem import ConvProblem, Direction
 
 TILES: dict[tuple[int, int], tuple[int, ...]] = {
@@ -44,8 +47,30 @@ _FRAIL_IMAGE = 7
 _FRAIL_RESULTS = 4096
 
 
+SLOTS = ("span_kib", "inputs", "outputs", "team")
+"""Parameters in the order of the slots of `cs_conv.tune`: csrc/convselect.h."""
+_FORWARD = (
+    Parameter("team", (0,), STRUCTURE),
+    Parameter("span_kib", (128, 256, 512, 1024, 2048, 4096)),
+    Parameter("inputs", (16, 32, 48, 64)),
+    Parameter("outputs", (32, 64, 96, 128, 256)),
+)
+_FORWARD_SHARED = (Parameter("team", (0, 1, 2), STRUCTURE), *_FORWARD[1:])
+_GRADIENT = (
+    Parameter("team", (0,), STRUCTURE),
+    Parameter("span_kib", (0, 512, 1024, 2048, 4096, 8192, 16384)),
+    Parameter("inputs", (16, 32, 48, 64)),
+    Parameter("outputs", (32, 48, 64, 96, 128)),
+)
+
+
 class Winograd(Algorithm):
-    """F(m x m, r x r), or F(m, r) along one axis. `params` is not used."""
+    """F(m x m, r x r), or F(m, r) along one axis.
+
+    Parameters of the C kernel: `span_kib`, how many transformed inputs are held at a time; `inputs`, channels summed at
+    a time (more would cost digits); `outputs`, output channels whose transformed weights are held; `team`, on several
+    threads, whether each has tiles of its own (1) or all share them (2). 0: as the kernel decides.
+    """
 
     revision = 2
     spreads_nonfinite = True  # a tile mixes all its inputs
@@ -84,10 +109,18 @@ class Winograd(Algorithm):
     def batch_invariant(self, problem: ConvProblem) -> bool:
         return self._in_c(problem)  # each result is summed in an order that its place in the image decides
 
-    def workspace_bytes(self, problem: ConvProblem) -> int:
+    def workspace_bytes(self, problem: ConvProblem, params: Params = None) -> int:
         if not self._in_c(problem):
             return _winograd_torch.workspace_bytes(problem, self.m)
-        return _library.workspace_bytes("cs_winograd_bytes", problem, (self.m,))
+        return _library.workspace_bytes("cs_winograd_bytes", problem, (self.m,), _slots(params))
+
+    def space(self, problem: ConvProblem) -> Space | None:
+        if not self._in_c(problem):
+            return None
+        return _space(self, problem.direction == Direction.BACKWARD_WEIGHT, problem.threads > 1)
+
+    def _tune(self, problem: ConvProblem, params: Params) -> tuple[int, ...]:
+        return () if params is None else slots(self, problem, params, SLOTS)
 
     def error_grade(self, problem: ConvProblem) -> Grade:
         """Measured in float32 on normal, rectified and smooth data, 1 to 2,048 channels, all directions: the C kernels
@@ -103,9 +136,9 @@ class Winograd(Algorithm):
             return Grade.LOOSE
         return Grade.DIRECT if self.m <= 3 and problem.R == problem.S == 3 else Grade.CLOSE
 
-    def _run(self, a: Tensor, b: Tensor, problem: ConvProblem) -> Tensor:
+    def _run(self, a: Tensor, b: Tensor, problem: ConvProblem, params: Params) -> Tensor:
         if self._in_c(problem):
-            return _library.call("cs_winograd", a, b, problem, (self.m,))
+            return _library.call("cs_winograd", a, b, problem, (self.m,), tune=self._tune(problem, params))
         return _winograd_torch.run(a, b, problem, self.m)
 
     def run_checked(
@@ -113,16 +146,53 @@ class Winograd(Algorithm):
     ) -> Tensor | None:
         if not self._in_c(problem):
             return super().run_checked(a, b, problem, params, bias)
-        return _library.call_checked("cs_winograd", a, b, problem, (self.m,), bias)
+        return _library.call_checked("cs_winograd", a, b, problem, (self.m,), bias, self._tune(problem, params))
 
     def forward(self, x: Tensor, weight: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
-        return self._run(x, weight, problem.with_direction(Direction.FORWARD))
+        return self._run(x, weight, problem.with_direction(Direction.FORWARD), params)
 
     def backward_data(self, grad_y: Tensor, weight: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
-        return self._run(grad_y, weight, problem.with_direction(Direction.BACKWARD_DATA))
+        return self._run(grad_y, weight, problem.with_direction(Direction.BACKWARD_DATA), params)
 
     def backward_weight(self, x: Tensor, grad_y: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
-        return self._run(x, grad_y, problem.with_direction(Direction.BACKWARD_WEIGHT))
+        return self._run(x, grad_y, problem.with_direction(Direction.BACKWARD_WEIGHT), params)
+
+
+def _slots(values: Params) -> tuple[int, ...]:
+    return () if not values else tuple(values.get(name, 0) for name in SLOTS)
+
+
+@functools.cache
+def _space(algorithm: Winograd, gradient: bool, shared: bool) -> Space:
+    """The same for all problems of a kind: blocks no larger than the next above the channels there are."""
+
+    def default(problem: ConvProblem) -> Values:
+        if gradient:
+            return {"team": 0, "span_kib": 0, "inputs": 48, "outputs": 64}
+        return {"team": 0, "span_kib": 1024, "inputs": 64, "outputs": 32}
+
+    def allowed(problem: ConvProblem, values: Values) -> bool:
+        p, usual = problem, default(problem)
+        ins, outs = p.C // p.groups, p.K // p.groups
+        if p.direction == Direction.BACKWARD_DATA:
+            ins, outs = outs, ins
+        for name, channels in (("inputs", ins), ("outputs", outs)):
+            value = values.get(name)
+            # A block beyond all channels is the same program as the next smaller one.
+            if value is not None and value != usual[name] and value >= 2 * channels:
+                return False
+        return within(lambda v: algorithm.workspace_bytes(p, v), usual, values)
+
+    rules = (
+        Rule("one thread has nothing to share", lambda p, _: p.threads == 1, lambda *_: [{"team": 0}]),
+        Rule(
+            "threads share spans or have their own",
+            lambda p, _: p.threads > 1,
+            lambda *_: [{"team": team} for team in (0, 1, 2)] if not gradient else [{"team": 0}],
+        ),
+    )
+    parameters = _GRADIENT if gradient else _FORWARD_SHARED if shared else _FORWARD
+    return Space(parameters, default, allowed, rules)
 
 
 ALGORITHMS = tuple(Winograd(m) for m in sorted({m for tiles in TILES.values() for m in tiles}))

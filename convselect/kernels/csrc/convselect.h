@@ -14,7 +14,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define CS_ABI 3 /* raised with every change of a struct or a signature; the loader compares */
+#define CS_ABI 4 /* raised with every change of a struct or a signature; the loader compares */
 
 /* NONFINITE: done, but the result holds an infinity or a NaN that a transform may have spread to its neighbours. */
 enum { CS_OK = 0, CS_NO_MEMORY = 1, CS_UNSUPPORTED = 2, CS_NONFINITE = 3 };
@@ -36,7 +36,14 @@ typedef struct {
     int32_t threads;       /* at most so many are used */
     int32_t isa;           /* one of CS_ISA_*, at most cs_best_isa() */
     int32_t reserved;
+    int32_t tune[8]; /* parameters of the kernel, in the slots named below; 0: its own choice */
 } cs_conv;
+
+/* Slots of `tune`. Sizes in KiB are aimed for, not kept exactly. */
+enum { CS_WG_SPAN_KIB, CS_WG_INPUTS, CS_WG_OUTPUTS, CS_WG_TEAM };
+enum { CS_DIRECT_ORDER, CS_DIRECT_TILE_ROWS, CS_DIRECT_ROWS_KIB, CS_DIRECT_PANELS_KIB, CS_DIRECT_GROUP, CS_DIRECT_PIXELS };
+enum { CS_WG_APART = 1, CS_WG_TOGETHER = 2 };     /* of CS_WG_TEAM: threads have spans of their own, or share one */
+enum { CS_BY_PIXELS = 1, CS_BY_CHANNELS = 2 };    /* of CS_DIRECT_ORDER: what the outer loop goes over */
 
 /* What is done to y before it is stored (forward only): activation(y + bias + residual). */
 typedef struct {

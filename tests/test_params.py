@@ -1,0 +1,126 @@
+"""Programs of algorithms with parameters: each computes the same convolution, within the memory it says."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from convselect.kernels import ALL, BY_NAME, _library
+from convselect.kernels._space import Space
+from convselect.kernels.reference import ALGORITHMS as REFERENCE
+from convselect.model.measure import ERROR_BOUNDS, operands
+from convselect.problem import ConvProblem, Direction, conv_problem
+
+pytestmark = pytest.mark.skipif(not _library.available(), reason="the parameters are those of the C kernels")
+BOUNDS = (2.5e-6, 1e-5, 2e-5)
+"""Relative L2 error by grade, see docs/budgets.md; weight gradients are allowed twice as much."""
+PROBLEMS = {
+    "3x3": conv_problem(1, 24, 15, 17, 40, 3, 3, padding=1),
+    "3x3 many channels": conv_problem(1, 130, 9, 8, 70, 3, 3, padding=1),
+    "3x3 batch, NHWC": conv_problem(3, 36, 14, 14, 33, 3, 3, padding=1, layout="channels_last"),
+    "1x1": conv_problem(2, 48, 13, 11, 80, 1, 1),
+    "1x1 NHWC": conv_problem(2, 48, 13, 11, 80, 1, 1, layout="channels_last"),
+    "5x5 stride 2": conv_problem(1, 20, 19, 16, 36, 5, 5, stride=2, padding=2),
+    "groups": conv_problem(2, 64, 12, 12, 64, 3, 3, padding=1, groups=2, dtype="bfloat16"),
+}
+WITH_SPACE = sorted(a.name for a in ALL if type(a).space is not type(ALL[0]).space and "cpu" in a.devices)
+
+
+def cases() -> list[tuple[str, ConvProblem]]:
+    found = []
+    for name, (problem, direction) in itertools.product(WITH_SPACE, itertools.product(PROBLEMS.values(), Direction)):
+        posed = problem.with_direction(direction)
+        if BY_NAME[name].why_not(posed) is None and BY_NAME[name].space(posed) is not None:
+            found.append((name, posed))
+    return found
+
+
+def space_of(name: str, problem: ConvProblem) -> Space:
+    space = BY_NAME[name].space(problem)
+    assert space is not None
+    return space
+
+
+def assert_right(name: str, problem: ConvProblem, got: torch.Tensor, a: torch.Tensor, b: torch.Tensor, what) -> None:
+    want = REFERENCE[0].run(a.double(), b.double(), problem._replace(dtype="float64"))
+    error = ((got.double() - want).norm() / want.norm()).item()
+    if problem.dtype == "float32":
+        bound = BOUNDS[BY_NAME[name].error_grade(problem)] * (1 + (problem.direction == Direction.BACKWARD_WEIGHT))
+    else:
+        bound = ERROR_BOUNDS[problem.dtype]
+    assert error <= bound, (what, error)
+
+
+def test_there_are_algorithms_with_parameters():
+    assert {"winograd4", "winograd7", "direct"} <= set(WITH_SPACE)
+    assert len(cases()) > 50
+
+
+@pytest.mark.parametrize(("name", "problem"), cases(), ids=str)
+def test_every_value_of_every_parameter_is_right(name, problem):
+    a, b = operands(problem)
+    algorithm, space = BY_NAME[name], space_of(name, problem)
+    default = dict(space.default(problem))
+    base = algorithm.run(a, b, problem)
+    assert torch.equal(base, algorithm.run(a, b, problem, default))
+    for parameter in space.parameters:
+        for value in parameter.values:
+            params = {**default, parameter.name: value}
+            if space.is_valid(problem, params):
+                assert_right(name, problem, algorithm.run(a, b, problem, params), a, b, params)
+
+
+@pytest.mark.parametrize("name", WITH_SPACE)
+def test_programs_drawn_at_random_on_one_thread_and_two(name):
+    source, count = random.Random(name), 0
+    drawn = [problem for algorithm, problem in cases() if algorithm == name]
+    for i in range(60):
+        problem = drawn[i % len(drawn)]._replace(threads=1 + i % 2)
+        torch.set_num_threads(problem.threads)
+        a, b = operands(problem)
+        params = space_of(name, problem).sample(problem, source)
+        assert_right(name, problem, BY_NAME[name].run(a, b, problem, params), a, b, params)
+        bias = torch.randn(problem.K, dtype=a.dtype) if problem.direction == Direction.FORWARD else None
+        checked = BY_NAME[name].run_checked(a, b, problem, params, bias)
+        assert checked is not None
+        if bias is not None:
+            checked = checked - bias.view(-1, 1, 1)
+        if problem.dtype == "float32":
+            torch.testing.assert_close(checked, BY_NAME[name].run(a, b, problem, params), rtol=1e-3, atol=1e-4)
+        count += 1
+    assert count == 60
+
+
+@pytest.mark.parametrize(("name", "problem"), cases()[::5], ids=str)
+def test_what_is_no_program_is_refused(name, problem):
+    a, b = operands(problem)
+    default = dict(space_of(name, problem).default(problem))
+    first = next(iter(default))
+    for wrong in (
+        {},
+        {**default, first: 12345},
+        {**default, "colour": 1},
+        {k: v for k, v in default.items() if k != first},
+    ):
+        with pytest.raises(ValueError, match="has no program"):
+            BY_NAME[name].run(a, b, problem, wrong)
+
+
+@pytest.mark.parametrize(("name", "problem"), cases(), ids=str)
+def test_no_program_takes_more_memory_than_is_fair(name, problem):
+    algorithm, space, source = BY_NAME[name], space_of(name, problem), random.Random(1)
+    before = algorithm.workspace_bytes(problem)
+    assert before == algorithm.workspace_bytes(problem, dict(space.default(problem)))
+    for _ in range(20):
+        needed = algorithm.workspace_bytes(problem, space.sample(problem, source))
+        assert needed <= max(2 * before, before + 32 * 2**20)
+
+
+def test_spaces_are_large_and_lead_somewhere():
+    for name, problem in cases():
+        space = space_of(name, problem)
+        assert sum(1 for _ in itertools.islice(space.programs(problem), 20)) >= 4, (name, str(problem))
+        assert 1 <= len(space.sketches(problem)) < 10
