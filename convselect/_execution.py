@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from convselect._lru import LRU, Entry
 from convselect._verify import OnTrial, is_out_of_memory
 from convselect._warnings import warn_once
 from convselect.choose import NATIVE, Choice, Prediction, choose, nominees
-from convselect.kernels import BY_NAME
+from convselect.kernels import BY_NAME, Algorithm
 from convselect.problem import ConvProblem, Direction
 from convselect.settings import CACHE_ENTRIES, TIMING, Settings
 from convselect.trial import Outcome
@@ -111,12 +112,22 @@ class _Said:
 def _stored(problem: ConvProblem, settings: Settings) -> Choice | None:
     """What an earlier process found out, if it was about the algorithm as it is today."""
     decision = _remembered.look_up(problem, settings.budgets)
-    if decision is None or (settings.policy == "measure" and decision.source != "measure"):
+    if decision is None or (settings.policy == "measure" and decision.source not in ("measure", "tune")):
         return None
     algorithm = BY_NAME.get(decision.algorithm)
     if algorithm is None or algorithm.revision != decision.revision:
         return None
+    if decision.params is not None and not _may_be(algorithm, problem, decision.params):
+        return None
     return Choice(decision.algorithm, "store", decision.params, decision.gain)
+
+
+def _may_be(algorithm: Algorithm, problem: ConvProblem, params: Mapping[str, Any]) -> bool:
+    """Whether these are still values that the algorithm's parameters may have: tuned ones outlive what was tuned."""
+    if algorithm.why_not(problem) is not None:
+        return False
+    space = algorithm.space(problem)
+    return space is not None and space.is_valid(problem, params)
 
 
 class _Keeper:

@@ -51,10 +51,11 @@ def _app() -> "typer.Typer":
         pretty_exceptions_enable=False,
     )
     fail = typer.Exit(2)
-    from convselect import _cli_model, _cli_store, _cli_tools
+    from convselect import _cli_model, _cli_store, _cli_tools, _cli_tune
 
     _cli_model.register(app)
     _cli_tools.register(app)
+    _cli_tune.register(app)
     app.add_typer(_cli_store.app, name="store")
 
     @app.command()

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from convselect import settings, timing
 from convselect.kernels import ALL, BY_NAME, Algorithm
+from convselect.kernels._contract import Params
 from convselect.model.dataset import NATIVE, Row
 from convselect.problem import CHANNELS_LAST, ConvProblem, Direction
 
@@ -93,7 +94,7 @@ def measure_problem(
     with torch.no_grad(), threads(problem.threads):
         want = native.run(a.double(), b.double(), problem._replace(dtype="float64"))
         result_format = _format(native.run(a, b, problem))
-        status = {algorithm.name: _check(algorithm, a, b, problem, want) for algorithm in pool}
+        status = {algorithm.name: check(algorithm, a, b, problem, want) for algorithm in pool}
         del want
         calls: dict[str, Callable[[], object]] = {
             algorithm.name: _call(algorithm, a, b, problem, result_format)
@@ -134,9 +135,11 @@ def _call(
     return call
 
 
-def _check(algorithm: Algorithm, a: Tensor, b: Tensor, problem: ConvProblem, want: Tensor) -> str:
+def check(algorithm: Algorithm, a: Tensor, b: Tensor, problem: ConvProblem, want: Tensor, params: Params = None) -> str:
+    """ "ok", "wrong" (shape, dtype, or further from the float64 result `want` than `ERROR_BOUNDS`), or "failed": it
+    raised, which is told on standard error."""
     try:
-        got = algorithm.run(a, b, problem)
+        got = algorithm.run(a, b, problem, params)
     except Exception as raised:  # whatever it is, it must not end the collection, nor pass unseen
         print(f"{algorithm.name} failed on {problem}: {type(raised).__name__}: {raised}", file=sys.stderr)
         return "failed"

@@ -1,0 +1,157 @@
+"""The cost model: gradient-boosted trees that predict how fast a program is beside the fastest known of its problem.
+
+The target is throughput normalised to the problem's best, t_best / t in (0, 1]; the error is squared and weighted by
+that same number, since it matters little how slow a slow program is. It is trained anew before every round, on all that
+was measured so far, of every problem: that takes a fraction of a second and needs no thought about what to forget.
+LightGBM, or scikit-learn's histogram trees where that is missing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from convselect.problem import ConvProblem
+from convselect.tune.features import ProgramFeatures
+from convselect.tune.programs import Floats, Program
+
+TREES, LEAVES, RATE, LEAST_IN_LEAF = 150, 15, 0.1, 4
+CLEAR = 0.02
+"""Share of its time by which a program has to differ from another to be surely told from it by measuring."""
+LEAST_PROGRAMS = 8
+"""Fewer measured programs than this teach nothing."""
+
+Times = Mapping[ConvProblem, Mapping[Program, float]]
+"""Of each problem, the measured programs' times in us."""
+
+
+class Missing(RuntimeError):
+    """No package of trees is installed; the message says what to install."""
+
+
+class CostModel:
+    """Predicts normalised throughput. Without training everything is predicted alike.
+
+    Args:
+        backend: "lightgbm", "sklearn", or None: the first that is installed.
+
+    Raises:
+        Missing: where neither is.
+    """
+
+    def __init__(self, seed: int = 0, backend: str | None = None, trees: int = TREES) -> None:
+        self.backend = backend or _installed()
+        self._seed, self._trees = seed, trees
+        self._features: ProgramFeatures | None = None
+        self._model: Any = None
+
+    def fit(self, times: Times) -> None:
+        """Learn from scratch. With too few programs it stays, or becomes again, untrained."""
+        measured = {problem: of for problem, of in times.items() if of}
+        if sum(map(len, measured.values())) < LEAST_PROGRAMS:
+            self._model = None
+            return
+        self._features = ProgramFeatures(program for of in measured.values() for program in of)
+        x = np.concatenate([self._features(problem, list(of)) for problem, of in measured.items()])
+        y = np.concatenate([throughput(np.array(list(of.values()))) for of in measured.values()])
+        if self.backend == "lightgbm":
+            self._model = _lightgbm(x, y, self._seed, self._trees)
+        else:
+            self._model = _sklearn(x, y, self._seed, self._trees)
+
+    def predict(self, problem: ConvProblem, programs: Sequence[Program]) -> Floats:
+        """(n,) predicted t_best / t, none below 0; ones before there was anything to learn from."""
+        if self._model is None or self._features is None or not programs:
+            return np.ones(len(programs))
+        said: Floats = np.asarray(self._model.predict(self._features(problem, programs)), dtype=np.float64)
+        return np.maximum(said, 0.0)
+
+
+def throughput(times_us: Floats) -> Floats:
+    """t_best / t of one problem's programs, (n,)."""
+    normalised: Floats = times_us.min() / times_us
+    return normalised
+
+
+def _installed() -> str:
+    import importlib.util
+
+    for package, name in (("lightgbm", "lightgbm"), ("sklearn", "sklearn")):
+        if importlib.util.find_spec(package) is not None:
+            return name
+    raise Missing("tuning needs LightGBM or scikit-learn: pip install 'convselect[tune]'")
+
+
+def _lightgbm(x: Any, y: Floats, seed: int, trees: int) -> Any:
+    import lightgbm
+
+    few = len(y) < 20 * LEAST_IN_LEAF
+    options = {
+        "objective": "regression", "learning_rate": RATE, "num_leaves": LEAVES, "seed": seed, "verbosity": -1,
+        "min_data_in_leaf": 1 if few else LEAST_IN_LEAF, "min_data_in_bin": 1, "deterministic": True,
+        "force_row_wise": True, "num_threads": 1, "lambda_l2": 0.1, "feature_fraction": 0.7,
+    }  # fmt: skip
+    return lightgbm.train(options, lightgbm.Dataset(x, y, weight=y), num_boost_round=trees)
+
+
+def _sklearn(x: Any, y: Floats, seed: int, trees: int) -> Any:
+    from sklearn.ensemble import HistGradientBoostingRegressor  # type: ignore[import-untyped]
+
+    few = len(y) < 20 * LEAST_IN_LEAF
+    model = HistGradientBoostingRegressor(
+        learning_rate=RATE, max_iter=trees, max_leaf_nodes=LEAVES, min_samples_leaf=1 if few else LEAST_IN_LEAF,
+        l2_regularization=0.1, early_stopping=False, random_state=seed,
+    )  # fmt: skip
+    return model.fit(x, y, sample_weight=y)
+
+
+# ---- how good it is ---------------------------------------------------------------------------------------------
+
+
+class Quality(NamedTuple):
+    """How predictions compare with measured throughput on programs that were not learnt from.
+
+    Attributes:
+        pairwise: share of pairs of programs of one problem that are in the right order.
+        clear_pairs: the same of pairs whose times differ by more than `CLEAR`: nearer ones are measured no better.
+        recall: share of a problem's k fastest that are among the k predicted fastest.
+        r2, rmse: of normalised throughput, over all.
+    """
+
+    pairwise: float
+    clear_pairs: float
+    recall: float
+    r2: float
+    rmse: float
+
+
+def quality(pairs: Sequence[tuple[Floats, Floats]], k: int = 30) -> Quality:
+    """Of (true, predicted) throughput per problem; the first three figures are means over problems."""
+    pairwise = [pairwise_accuracy(true, said) for true, said in pairs]
+    clear = [pairwise_accuracy(true, said, CLEAR) for true, said in pairs]
+    recalls = [recall_at(true, said, k) for true, said in pairs]
+    true, said = (np.concatenate([pair[i] for pair in pairs]) for i in (0, 1))
+    error = float(((true - said) ** 2).mean())
+    r2 = 1 - error / max(float(true.var()), 1e-12)
+    return Quality(float(np.mean(pairwise)), float(np.mean(clear)), float(np.mean(recalls)), r2, error**0.5)
+
+
+def pairwise_accuracy(true: Floats, said: Floats, least: float = 0.0) -> float:
+    """Share of pairs in the right order, of those whose times differ by more than this share; predicted ties count
+    half."""
+    upper = np.triu_indices(len(true), 1)
+    want = np.sign(true[:, None] - true[None, :])[upper]
+    got = np.sign(said[:, None] - said[None, :])[upper]
+    ratio = np.abs(np.log(true[:, None] / true[None, :]))[upper]
+    counted = (want != 0) & (ratio > math.log1p(least))
+    return float((0.5 + 0.5 * (want * got)[counted]).mean()) if counted.any() else 1.0
+
+
+def recall_at(true: Floats, said: Floats, k: int) -> float:
+    """Share of the k fastest that are among the k predicted fastest; k is at most the number of programs."""
+    k = min(k, len(true))
+    best, predicted = (set(np.argsort(-values, kind="stable")[:k].tolist()) for values in (true, said))
+    return len(best & predicted) / k

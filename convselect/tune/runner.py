@@ -1,0 +1,191 @@
+"""Programs measured: here, each checked against float64 before it is timed, or looked up among recorded times.
+
+Programs of a batch are timed in turns with native and with what runs without tuning. Those two are in every batch, and
+say by how much the machine is slower or faster than it was at the first: times of different batches are made
+comparable by that.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from convselect import timing
+from convselect.choose import NATIVE, PLAN_COST_US
+from convselect.kernels import BY_NAME, Algorithm
+from convselect.model import measure
+from convselect.problem import ConvProblem
+from convselect.tune.programs import Program
+from convselect.tune.records import Measured, Recorded
+
+WARM_ROUNDS, ROUNDS = 2, 7
+HOPELESS = 1.4
+"""Slower than the fastest so far by so much in the first rounds, a program is timed no further."""
+CONFIRM_ROUNDS, CONFIRM_S = 60, 2.0
+"""Most rounds, and about how many seconds, of the last comparison with what runs without tuning."""
+LEAST = 1.01
+"""A program has to be so many times as fast as what runs without tuning to take its place .."""
+LEAST_P20 = 1.0
+""".. and not slower in more than a fifth of the rounds."""
+
+
+class Verdict(NamedTuple):
+    """What the last comparison said.
+
+    Attributes:
+        gain: native's time over its own; None where that is not known.
+        speedup: the time of what runs without tuning over its own; 1.0 for that itself.
+        rounds: that it rests on.
+    """
+
+    program: Program
+    gain: float | None
+    speedup: float
+    rounds: int
+
+
+class Runner(Protocol):
+    """Where programs are measured."""
+
+    def run(self, problem: ConvProblem, programs: Sequence[Program], default: Program) -> list[Measured]:
+        """One measurement per program, in their order."""
+        ...
+
+    def confirm(self, problem: ConvProblem, programs: Sequence[Program], default: Program) -> Verdict:
+        """Which of these is to be used, if not the default."""
+        ...
+
+
+class Live:
+    """Measures here, on `problem.threads` threads of the CPU.
+
+    With one thread times are CPU time of the calling thread, which neighbours on the machine disturb least; with more
+    they are wall time.
+    """
+
+    def __init__(self, algorithms: Mapping[str, Algorithm] = BY_NAME, rounds: int = ROUNDS) -> None:
+        self._algorithms, self._rounds = algorithms, rounds
+        self._at: ConvProblem | None = None
+        self._a = self._b = self._want = torch.empty(0)
+        self._plain = True
+        self._first: dict[ConvProblem, dict[Program, float]] = {}
+        self._batches = 0
+
+    def run(self, problem: ConvProblem, programs: Sequence[Program], default: Program) -> list[Measured]:
+        with torch.no_grad(), measure.threads(problem.threads):
+            self._prepare(problem)
+            status = {program: self._check(problem, program) for program in programs}
+            right = [program for program in programs if status[program] == "ok"]
+            times = self._timed(problem, right, default) if right else {}
+        return [Measured(program, status[program], times.get(program)) for program in programs]
+
+    def confirm(self, problem: ConvProblem, programs: Sequence[Program], default: Program) -> Verdict:
+        """The fastest of these and the default in many rounds, each checked again. The default stays unless another is
+        faster by `LEAST`. What leaving native costs per call in dispatch is added to all but native."""
+        with torch.no_grad(), measure.threads(problem.threads):
+            self._prepare(problem)
+            native = Program(NATIVE)
+            right = [p for p in dict.fromkeys((default, native, *programs)) if self._check(problem, p) == "ok"]
+            calls = {str(program): self._call(problem, program) for program in right}
+            found = timing.interleaved(calls, CONFIRM_ROUNDS, seed=1, deadline_s=CONFIRM_S)
+        on_clock = {
+            program: _with_cost(self._on_clock(problem, found[str(program)]), problem, program) for program in right
+        }
+        base = default if default in on_clock else native
+        ratios = {program: timing.ratio(on_clock[base], t) for program, t in on_clock.items()}
+        better = [p for p, r in ratios.items() if r.median >= LEAST and r.p20 >= LEAST_P20 and p != base]
+        chosen = max(better, key=lambda p: ratios[p].median, default=base)
+        gain = timing.ratio(on_clock[native], on_clock[chosen]).median if native in on_clock else None
+        return Verdict(chosen, gain, ratios[chosen].median, len(on_clock[chosen].samples_us))
+
+    # ---- parts --------------------------------------------------------------------------------------------------
+
+    def _prepare(self, problem: ConvProblem) -> None:
+        """Operands, the result in float64, and the memory format of native's: of one problem at a time."""
+        if self._at == problem:
+            return
+        self._a, self._b = measure.operands(problem)
+        native = self._algorithms[NATIVE]
+        self._want = native.run(self._a.double(), self._b.double(), problem._replace(dtype="float64"))
+        self._plain = native.run(self._a, self._b, problem).is_contiguous()
+        self._at = problem
+
+    def _check(self, problem: ConvProblem, program: Program) -> str:
+        algorithm = self._algorithms[program.algorithm]
+        params = params_of(problem, program, self._algorithms)
+        return measure.check(algorithm, self._a, self._b, problem, self._want, params)
+
+    def _call(self, problem: ConvProblem, program: Program) -> Callable[[], Tensor | None]:
+        algorithm, params = self._algorithms[program.algorithm], params_of(problem, program, self._algorithms)
+        a, b = self._a, self._b
+        format = torch.contiguous_format if self._plain else torch.channels_last
+
+        # What dispatch adds is part of the price: the check for infinities, and the strides of native's result.
+        def call() -> Tensor | None:
+            result = algorithm.run_checked(a, b, problem, params)
+            return None if result is None else result.contiguous(memory_format=format)
+
+        return call
+
+    @staticmethod
+    def _on_clock(problem: ConvProblem, t: timing.Timing) -> timing.Timing:
+        return t.on_thread_clock if problem.threads == 1 else t
+
+    def _timed(self, problem: ConvProblem, programs: Sequence[Program], default: Program) -> dict[Program, float]:
+        anchors = [p for p in dict.fromkeys((Program(NATIVE), default)) if p in programs or self._anchors(problem, p)]
+        self._batches += 1
+        seed = zlib.crc32(f"{problem} {self._batches}".encode())
+        calls = {str(program): self._call(problem, program) for program in dict.fromkeys((*anchors, *programs))}
+        first = timing.interleaved(calls, WARM_ROUNDS, seed=seed)
+        best = {name: self._on_clock(problem, t).min_us for name, t in first.items()}
+        kept_below = HOPELESS * min(best.values())
+        kept = {n: call for n, call in calls.items() if best[n] <= kept_below or Program.parse(n) in anchors}
+        rest = timing.interleaved(kept, self._rounds - WARM_ROUNDS, seed=seed + 1)
+        for name, t in rest.items():
+            best[name] = min(best[name], self._on_clock(problem, t).min_us)
+        known = self._first.setdefault(problem, {})
+        drift = [known.setdefault(anchor, best[str(anchor)]) / best[str(anchor)] for anchor in anchors]
+        scale = math.exp(sum(map(math.log, drift)) / len(drift)) if drift else 1.0
+        return {program: best[str(program)] * scale for program in programs}
+
+    def _anchors(self, problem: ConvProblem, program: Program) -> bool:
+        return problem in self._first or self._check(problem, program) == "ok"
+
+
+def params_of(
+    problem: ConvProblem, program: Program, algorithms: Mapping[str, Algorithm] = BY_NAME
+) -> dict[str, int] | None:
+    """What a choice of this program carries: None for its algorithm's default, which is what runs without any."""
+    space = algorithms[program.algorithm].space(problem) if program.params else None
+    values = program.values
+    return None if space is None or values == space.default(problem) else values
+
+
+def _with_cost(t: timing.Timing, problem: ConvProblem, program: Program) -> timing.Timing:
+    if program.algorithm == NATIVE:
+        return t
+    return timing.Timing(tuple(us + PLAN_COST_US[problem.direction] for us in t.samples_us))
+
+
+class Replay:
+    """Looks times up among recorded ones."""
+
+    def __init__(self, recorded: Sequence[Recorded]) -> None:
+        self._of = {one.problem: one.measured for one in recorded}
+
+    def run(self, problem: ConvProblem, programs: Sequence[Program], default: Program) -> list[Measured]:
+        """Raises KeyError for what was not recorded."""
+        return [self._of[problem][program] for program in programs]
+
+    def confirm(self, problem: ConvProblem, programs: Sequence[Program], default: Program) -> Verdict:
+        """By the recorded times, which are all there is."""
+        times = {p: m.time_us for p, m in self._of[problem].items() if m.time_us is not None}
+        chosen = min((p for p in (default, *programs) if p in times), key=times.__getitem__)
+        native = times.get(Program(NATIVE))
+        gain = None if native is None else native / times[chosen]
+        return Verdict(chosen, gain, times.get(default, math.inf) / times[chosen], 1)

@@ -1,0 +1,219 @@
+"""The loop: the scheduler says whose turn it is, the search proposes, the runner measures, the model learns. What is
+best in the end is confirmed, and kept as a decision that the user's next run finds in the store."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from convselect import _here, _predictor, _remembered, timing
+from convselect.choose import NATIVE, choose
+from convselect.kernels import BY_NAME
+from convselect.problem import ConvProblem
+from convselect.settings import Settings
+from convselect.store import Decision
+from convselect.tune.cost_model import CostModel
+from convselect.tune.programs import Program, Programs
+from convselect.tune.records import Log, Measured, Recorded
+from convselect.tune.runner import Runner, Verdict, params_of
+from convselect.tune.scheduler import EqualSplit, Objective, Scheduler, Task, latencies
+from convselect.tune.search import Evolution, Search
+
+BATCH = 16
+"""Programs per round."""
+FINALISTS = 5
+"""Of a problem, compared with what runs without tuning in the end."""
+
+STRATEGIES = ("evolution", "random")
+
+
+class Tuning:
+    """A search over several problems.
+
+    Args:
+        problems: each with its programs, network -> calls, and the program that runs without tuning.
+        model: the cost model; None for random search.
+        equal_split: every problem in turn instead of where most is expected.
+        log: where measurements are kept, and, unless `resume` is False, those of earlier searches are found.
+    """
+
+    def __init__(
+        self,
+        problems: Sequence[tuple[Programs, Mapping[str, int], Program]],
+        runner: Runner,
+        *,
+        model: CostModel | None = None,
+        objective: Objective | None = None,
+        equal_split: bool = False,
+        patience: int | None = None,
+        batch: int = BATCH,
+        seed: int = 0,
+        log: Log | None = None,
+        resume: bool = True,
+    ) -> None:
+        self.runner, self.model, self.batch = runner, model, batch
+        self._log = log
+        self._defaults = [default for _, _, default in problems]
+        self.tasks: list[Task] = []
+        for i, (programs, calls, _) in enumerate(problems):
+            source = random.Random(f"{seed} {i}")
+            search = Search(programs, source) if model is None else Evolution(programs, source, model)
+            self.tasks.append(Task(search, calls))
+        objective = objective or Objective()
+        self.scheduler = (
+            EqualSplit(self.tasks, patience=patience)
+            if equal_split
+            else Scheduler(self.tasks, objective, random.Random(f"{seed} scheduler"), patience=patience)
+        )
+        self.trials = 0
+        self.resumed = 0
+        self.wrong: list[tuple[ConvProblem, Program, str]] = []
+        if log is not None and resume:
+            self._resume(log)
+
+    def _resume(self, log: Log) -> None:
+        before = log.read()
+        for i, task in enumerate(self.tasks):
+            known = [m for p, m in before.get(task.problem, {}).items() if task.search.programs.is_valid(p)]
+            if known:
+                self._learn(i, known)
+                self.resumed += len(known)
+
+    def default(self, i: int) -> Program:
+        """What runs without tuning."""
+        return self._defaults[i]
+
+    @property
+    def latency_us(self) -> float:
+        """Sum over all networks of calls times the best time known; infinite until everything was measured once."""
+        return sum(latencies(self.tasks, [task.best_us for task in self.tasks]).values())
+
+    @property
+    def default_latency_us(self) -> float:
+        """The same without tuning."""
+        return sum(latencies(self.tasks, [task.default_us for task in self.tasks]).values())
+
+    def step(self, most: int | None = None) -> int:
+        """One round of one problem; how many programs were measured, 0 where there is nothing more to do.
+
+        Args:
+            most: at most so many programs, but for the defaults of a problem, which are measured together.
+        """
+        while (i := self.scheduler.next()) is not None:
+            task = self.tasks[i]
+            if self.model is not None and task.history:
+                self.model.fit({t.problem: t.search.times_us for t in self.tasks})
+            proposed = task.search.propose(self.batch if most is None else min(self.batch, most))
+            if not proposed:
+                task.exhausted = True
+                continue
+            measured = self.runner.run(task.problem, proposed, self._defaults[i])
+            if self._log is not None:
+                self._log.add(task.problem, measured)
+            self.wrong += [(task.problem, m.program, m.status) for m in measured if m.status != "ok"]
+            self._learn(i, measured)
+            task.trials += len(measured)
+            self.trials += len(measured)
+            return len(measured)
+        return 0
+
+    def _learn(self, i: int, measured: Iterable[Measured]) -> None:
+        task = self.tasks[i]
+        for one in measured:
+            task.search.learn(one.program, one.time_us)
+            if one.program == self._defaults[i] and one.time_us is not None:
+                task.default_us = one.time_us
+        if not math.isfinite(task.default_us):
+            # The default was wrong or failed: native runs then.
+            task.default_us = task.search.times_us.get(Program(NATIVE), math.inf)
+        task.history.append(task.best_us)
+
+    def run(
+        self,
+        *,
+        trials: int | None = None,
+        seconds: float | None = None,
+        on_round: Callable[[Tuning], object] | None = None,
+    ) -> None:
+        """Search until the budget is spent, or nothing is left to do. The first round of every problem is always run:
+        without its defaults nothing can be said about it."""
+        deadline = timing.Deadline(seconds)
+        while True:
+            begun = all(task.history for task in self.tasks)
+            left = None if trials is None else trials - self.trials
+            if begun and (deadline.passed or (left is not None and left <= 0)):
+                return
+            if not self.step(None if left is None else max(left, 1)):
+                return
+            if on_round is not None:
+                on_round(self)
+
+    def confirm(self, i: int) -> Verdict | None:
+        """What is to be used for a problem; None where nothing was measured."""
+        task = self.tasks[i]
+        ranked = sorted(task.search.times_us, key=task.search.times_us.__getitem__)
+        if not ranked:
+            return None
+        return self.runner.confirm(task.problem, ranked[:FINALISTS], self._defaults[i])
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one problem, what is kept.
+
+    Attributes:
+        default: what ran without tuning; `verdict.speedup` is how many times faster than that it is now.
+        trials: programs measured for it, in this search.
+    """
+
+    problem: ConvProblem
+    calls: Mapping[str, int]
+    default: Program
+    verdict: Verdict
+    trials: int
+
+
+def problems_of(
+    problems: Iterable[tuple[ConvProblem, Mapping[str, int]]], settings: Settings
+) -> list[tuple[Programs, Mapping[str, int], Program]]:
+    """Each problem with its programs and what runs without tuning: what the model chooses, at its defaults."""
+    found = []
+    for problem, calls in problems:
+        programs = Programs.of(problem, settings)
+        name = choose(problem, BY_NAME, settings, predictor=_predictor.get_for(problem)).algorithm
+        found.append((programs, calls, programs.default(name if name in programs.spaces else NATIVE)))
+    return found
+
+
+def replayed(recorded: Sequence[Recorded]) -> list[tuple[Programs, Mapping[str, int], Program]]:
+    """The same of recorded times."""
+    return [(one.programs(), one.calls, one.chosen or Program(NATIVE)) for one in recorded]
+
+
+def keep(outcomes: Iterable[Outcome], settings: Settings) -> None:
+    """Write decisions into the user's store, where the next run of a program finds them."""
+    for one in outcomes:
+        program, verdict = one.verdict.program, one.verdict
+        decision = Decision(
+            one.problem, settings.budgets, program.algorithm, params_of(one.problem, program), "tune", verdict.gain,
+            BY_NAME[program.algorithm].revision, verdict.rounds,
+        )  # fmt: skip
+        _remembered.remember(decision)
+    _remembered.flush()
+
+
+def user_log() -> Log:
+    """The log beside the user's store.
+
+    Raises:
+        OSError: where the store is switched off, or this user has no home.
+    """
+    return log_beside(_remembered.user_path())
+
+
+def log_beside(store: Path) -> Log:
+    mark = _here.fingerprint_of("cpu") or "unknown"
+    return Log(store.with_name(store.stem + ".programs.jsonl"), mark, {n: a.revision for n, a in BY_NAME.items()})
