@@ -1,11 +1,16 @@
 """What trials on real calls are worth, replayed on measured times with noise: by held-out models, and by a lying one.
 
     python -m benchmarks.verification benchmarks/results/times-cpu-x86-avx512-c.csv.gz
+    python -m benchmarks.verification benchmarks/problems.csv --real 100
 
 A model is trained on other network families than those it nominates for. The lying model nominates the three slowest
 algorithms that the budgets admit. Every problem is called 1,000 times; a call takes the measured time of its algorithm,
 times exp(N(0, sd^2)), and sometimes an interruption of twice the time on average. "First 100 calls" are over what
 native takes under the same noise, the machinery of trials included.
+
+With `--real`, nothing is replayed: so many problems of a list are called on this machine, the shipped model and the
+lying one nominate (the lying one by times measured just before), and afterwards what was settled on is timed against
+native, interleaved.
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table as Shown
 
+from benchmarks._real_trials import really
 from convselect.choose import NOMINATED, NOMINATION_GAP, NOMINATION_LEAST
 from convselect.model import evaluate as ev
 from convselect.model.dataset import Table
@@ -121,15 +127,20 @@ def measure(times: Path, fold: int, steps: int, limit: int | None = None) -> dic
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.verification", description="What trials on real calls are worth.")
-    parser.add_argument("times", type=Path, help="CSV or store of measured times")
+    parser.add_argument("times", type=Path, help="CSV or store of measured times; with --real a list of layers")
     parser.add_argument("--fold", type=int, default=0, help="of five by network family: the one that is held out")
     parser.add_argument("--steps", type=int, default=Recipe.steps, help="of training")
     parser.add_argument("--limit", type=int, help="so many problems at most")
+    parser.add_argument("--real", type=int, metavar="COUNT", help="call so many layers of a list on this machine")
     parser.add_argument("--out", type=Path, help="JSON file to write, with the environment")
     options = parser.parse_args(argv)
-    result = measure(options.times, options.fold, options.steps, options.limit)
+    if options.real:
+        result = really(options.times, options.real)
+    else:
+        result = measure(options.times, options.fold, options.steps, options.limit)
     count = int(result.pop("problems")["count"])
-    shown = Shown(title=f"{count} held-out problems of {options.times.name}", box=SIMPLE_HEAD, title_justify="left")
+    title = f"{count} {'' if options.real else 'held-out '}problems of {options.times.name}"
+    shown = Shown(title=title, box=SIMPLE_HEAD, title_justify="left")
     shown.add_column("")
     for column in COLUMNS:
         shown.add_column(column, justify="right")

@@ -23,6 +23,8 @@ def free_bytes(device: str) -> int | None:
     """
     try:
         if device == "cuda":
+            if not torch.cuda.is_available():
+                return None  # a problem that is only talked about here
             cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
             return int(torch.cuda.mem_get_info()[0]) + cached
         import psutil  # 10 ms, and most choices never ask

@@ -240,14 +240,13 @@ def _pool(problem: ConvProblem, workspace_bytes: int) -> tuple[dict[str, str], l
 
 @contextmanager
 def _threads(problem: ConvProblem) -> Iterator[None]:
-    before = torch.backends.cudnn.allow_tf32
     with measure.threads(problem.threads):
-        if problem.device != "cpu":
-            torch.backends.cudnn.allow_tf32 = problem.tf32
-        try:
+        if problem.device == "cpu":
             yield
-        finally:
-            torch.backends.cudnn.allow_tf32 = before
+            return
+        now = torch.backends.cudnn
+        with now.flags(now.enabled, now.benchmark, now.benchmark_limit, now.deterministic, allow_tf32=problem.tf32):
+            yield
 
 
 def _checked(algorithm: Algorithm, a: Tensor, b: Tensor, problem: ConvProblem, want: Tensor) -> Row:

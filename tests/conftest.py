@@ -11,9 +11,10 @@ import torch
 from convselect import settings
 
 # What the user has calibrated or stored must not decide what tests see; processes that tests start inherit this.
-# And what is chosen must not depend on a clock: trials on real calls, the default, have tests of their own.
-os.environ["CONVSELECT_POLICY"] = "auto"
-settings.set_defaults("auto")  # pytest's own configuration has imported the package already
+# And what is chosen must not depend on a clock: trials on real calls, the default, have tests of their own. (All others
+# may be run under them as well: CONVSELECT_TEST_POLICY=verify.)
+os.environ["CONVSELECT_POLICY"] = os.environ.get("CONVSELECT_TEST_POLICY", "auto")
+settings.set_defaults(os.environ["CONVSELECT_POLICY"])  # pytest's own configuration has imported the package already
 os.environ["CONVSELECT_CACHE"] = tempfile.mkdtemp(prefix="convselect-tests-")
 
 

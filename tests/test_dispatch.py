@@ -202,3 +202,13 @@ def test_a_copy_of_a_model_shares_nothing_but_the_caches(winograd):
         twin.weight.zero_()
         assert layer(X).abs().sum() > 0
         torch.testing.assert_close(twin(X), twin.bias.view(1, -1, 1, 1).expand_as(twin(X)))
+
+
+def test_tracing_a_layer_for_the_first_time_warns_of_nothing(winograd):
+    """Sizes are tensors under torch.jit.trace; looking at them as numbers would be a TracerWarning each."""
+    layer = convselect.SelectedConv2d(8, 8, 3, padding=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", torch.jit.TracerWarning)
+        traced = torch.jit.trace(layer, X, check_trace=False)
+    assert "aten::_convolution" in str(traced.inlined_graph)
+    assert not dispatch.choices.entries

@@ -1,0 +1,82 @@
+"""Trials on real calls of real algorithms: `python -m benchmarks.verification LIST --real COUNT`."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.progress import track
+from torch import Tensor
+
+from benchmarks._classes import read_problems
+from convselect import _predictor, settings
+from convselect._verify import OnTrial
+from convselect.choose import NATIVE, NOMINATED, Choice, nominees, refusal
+from convselect.kernels import ALL, BY_NAME
+from convselect.model.measure import measure_problem, operands
+from convselect.problem import ConvProblem, Direction
+from convselect.timing import SYSTEM_CLOCK, interleaved
+
+CALLS = 300
+MOST_FLOPS = 4e8
+"""So that hundreds of calls of the slowest algorithms end this year."""
+
+
+def really(path: Path, count: int, seed: int = 0) -> dict[str, dict[str, float]]:
+    """Title -> figures, over problems drawn from a list of layers."""
+    torch.set_num_threads(1)
+    layers, source = [p for p in read_problems(path) if p.flops < MOST_FLOPS], random.Random(seed)
+    drawn = [source.choice(layers).with_direction(source.choice(list(Direction))) for _ in range(count)]
+    rows: dict[str, list[tuple[float, ...]]] = {"verify": [], "verify, lying model": []}
+    predictor = _predictor.get()
+    used_settings = settings.current()
+    for problem in track(drawn, description="problems"):
+        measured = measure_problem("", problem, ALL, deadline_s=0.2)
+        times = {row.algorithm: row.min_us for row in measured if row.status in ("ok", "censored")}
+        admitted = [name for name in times if name != NATIVE and refusal(BY_NAME[name], problem, used_settings) is None]
+        prediction = None if predictor is None else predictor.predict(problem)
+        a, b = operands(problem)
+
+        def run(name: str, problem: ConvProblem = problem, a: Tensor = a, b: Tensor = b) -> Tensor | None:
+            return BY_NAME[name].run_checked(a, b, problem, None, None)
+
+        for title in rows:
+            if title == "verify":
+                candidates = [] if prediction is None else nominees(problem, BY_NAME, used_settings, prediction)
+            else:
+                candidates = sorted(admitted, key=lambda name: -times[name])[:NOMINATED]
+            trial = OnTrial(problem, Choice(NATIVE, "model"), candidates)
+            first = plain = 0.0
+            with torch.no_grad():
+                for call in range(CALLS):
+                    if trial.choice is not None and call >= 100:
+                        break
+                    start = SYSTEM_CLOCK.thread_ns()
+                    if trial.choice is None:
+                        trial.run(run, a.device)
+                    else:
+                        run(trial.choice.algorithm)
+                    middle = SYSTEM_CLOCK.thread_ns()
+                    if call < 100:
+                        run(NATIVE)
+                        first, plain = first + middle - start, plain + SYSTEM_CLOCK.thread_ns() - middle
+                used = NATIVE if trial.choice is None else trial.choice.algorithm
+                slowdown = 1.0
+                if used != NATIVE:
+                    timed = interleaved({name: lambda n=name: run(n) for name in (NATIVE, used)}, 15, deadline_s=1.0)
+                    slowdown = timed[used].on_thread_clock.median_us / timed[NATIVE].on_thread_clock.median_us
+            rows[title].append((slowdown, first, plain, trial.choice is not None, trial.trial.turns))
+    result = {}
+    for title, found in rows.items():
+        slowdown, first, plain, settled, turns = (np.array(column, dtype=float) for column in zip(*found, strict=True))
+        ratios = first / plain
+        result[title] = {
+            "slower > 2 %": float(np.mean(slowdown > 1.02)), "slower > 5 %": float(np.mean(slowdown > 1.05)),
+            "worst": float(slowdown.max()), "settled": float(settled.mean()), "turns": float(turns.mean()),
+            "first 100: all": float(first.sum() / plain.sum()), "first 100: median": float(np.median(ratios)),
+            "first 100: p95": float(np.quantile(ratios, 0.95)), "first 100: most": float(ratios.max()),
+        }  # fmt: skip
+    result["problems"] = {"count": float(len(drawn))}
+    return result
