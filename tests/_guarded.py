@@ -228,9 +228,17 @@ class Runner:
         names: kernels to run.
         sides: for guarded memory, whether buffers lie at the end of their region; None for the heap.
         progress: file that holds the case being run.
+        programs: draws a program of the kernel's algorithm for each problem; None: the kernels decide.
     """
 
-    def __init__(self, names: Sequence[str], sides: Sequence[bool | None], progress: str) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        sides: Sequence[bool | None],
+        progress: str,
+        programs: random.Random | None = None,
+    ) -> None:
+        self._programs = programs
         self._kernels = {name: tiles for name, tiles in {**kernels(), **packed_kernels()}.items() if name in names}
         assert len(self._kernels) == len(names)
         loaded = _library.library()
@@ -240,7 +248,22 @@ class Runner:
         self._memories = [[Heap() if side is None else Guarded(side) for _ in range(6)] for side in sides]
         self._progress = os.open(progress, os.O_WRONLY | os.O_CREAT)
         self.ran: Counter[str] = Counter()
+        self.tuned = 0
         self.wrong: list[str] = []
+
+    def _tune(self, name: str, before: tuple[int, ...], problem: ConvProblem) -> list[int]:
+        """A program at random, in the kernel's slots; only zeros where there is none."""
+        slots = [0] * _library.TUNE_SLOTS
+        stem = name.removeprefix("cs_")
+        algorithm = BY_NAME.get("fft_tiled" if stem == "fft" else stem + "".join(map(str, before)))
+        if self._programs is None or algorithm is None or algorithm.why_not(problem) is not None:
+            return slots
+        space = algorithm.space(problem)
+        if space is not None:
+            program = space.sample(problem, self._programs)
+            order = sys.modules[type(algorithm).__module__].SLOTS
+            slots[: len(order)] = [program.get(parameter, 0) for parameter in order]
+        return slots
 
     def _packed(self, name: str, before: tuple[int, ...], conv: Any, weight: int, memory: Any) -> int | None:
         """The address of the packed weight; None where the kernel does not apply."""
@@ -279,9 +302,11 @@ class Runner:
             for (name, before), function in self._functions.items():
                 for level, fused in itertools.product(self._levels, range(len(wants))):
                     conv.isa = level
+                    posed = p._replace(layout=a_layout, threads=threads)
+                    conv.tune[:] = self._tune(name, before, posed)
                     what = (
                         f"{name}{before or ''} isa={level} {a_layout}/{b_layout} threads={threads}"
-                        f" {'with epilogue' if fused else ''} {p}"
+                        f" {'with epilogue' if fused else ''} {list(conv.tune) if any(conv.tune) else ''} {p}"
                     )
                     os.pwrite(self._progress, what.encode().ljust(500), 0)
                     second: int | None = b_at
@@ -304,6 +329,7 @@ class Runner:
                     if status == _library.UNSUPPORTED:
                         continue
                     self.ran[f"{name}{before or ''} {p.direction} {p.dtype} isa={level}"] += 1
+                    self.tuned += any(conv.tune)
                     memory[2].check()
                     got = at(out, want.shape, p.torch_dtype, result_layout).double()
                     # An epilogue's result is rounded once more, so its own size counts as well.
@@ -415,14 +441,16 @@ def main(spec: dict[str, Any]) -> None:
     if spec.get("blocks"):
         print(json.dumps(run_blocks(spec)))
         return
-    runner = Runner(spec["kernels"], spec["sides"], spec["progress"])
+    programs = random.Random(spec["seed"]) if spec.get("programs") else None
+    runner = Runner(spec["kernels"], spec["sides"], spec["progress"], programs)
     pairs = list(itertools.product(LAYOUTS, LAYOUTS))
     for i, problem in enumerate(random_problems(spec["seed"], spec["random"])):
         runner.run(problem, [pairs[i % 4]], 1 + i % 3)
     if spec["listed"]:
         for i, problem in enumerate(listed_problems()):
             runner.run(problem, pairs if spec["listed"] == "all layouts" else [pairs[i % 4]], 1 + i % 2)
-    print(json.dumps({"ran": runner.ran, "wrong": runner.wrong}))
+    ran = {**runner.ran, "tuned": runner.tuned} if programs else runner.ran
+    print(json.dumps({"ran": ran, "wrong": runner.wrong}))
 
 
 def run(environment: dict[str, str] | None = None, **spec: Any) -> dict[str, int]:
@@ -432,6 +460,7 @@ def run(environment: dict[str, str] | None = None, **spec: Any) -> dict[str, int
         environment: added to this process's.
         kernels, sides: as `Runner` has them.
         random, seed: how many random problems, and from which seed.
+        programs: whether each case has a program drawn at random; "tuned" then counts those that were not the default.
         listed: "" (none), "one layout" or "all layouts": the problems of tests/problems.py.
 
     Raises:

@@ -183,6 +183,27 @@ def _kernel_axis(length: int, size: int, out: int, extent: int, before: int) -> 
     return step, -(-out // step)
 
 
+def _kernel_axes(p: ConvProblem, side: int) -> tuple[tuple[int, int], tuple[int, int]] | None:
+    """(step, tiles) of rows and columns in the C kernel; None where tiles would recompute more than they keep."""
+    if p.direction == Direction.BACKWARD_DATA:
+        rows = (p.P, p.H, p.R, p.R - 1 - p.pad_top)
+        cols = (p.Q, p.W, p.S, p.S - 1 - p.pad_left)
+    else:
+        rows, cols = (p.H, p.P, p.R, p.pad_top), (p.W, p.Q, p.S, p.pad_left)
+    if side < max(p.R, p.S):
+        return None
+    axes = _kernel_axis(side, *rows), _kernel_axis(side, *cols)
+    return None if any(tiles > 1 and step < side // 2 for step, tiles in axes) else axes
+
+
+@functools.lru_cache(maxsize=4096)
+def sides(problem: ConvProblem, in_c: bool) -> tuple[int, ...]:
+    """The tile sides to pick from, in the C kernel or by PyTorch's operations."""
+    if in_c:
+        return tuple(side for side in KERNEL_TILES if _kernel_axes(problem, side) is not None)
+    return tuple(side for side in TILES if side >= max(problem.kernel_extent))
+
+
 @functools.lru_cache(maxsize=1024)
 def kernel_tile_side(problem: ConvProblem) -> int | None:
     """The side, of `KERNEL_TILES`, with the least estimated time in the C kernel; None where tiles would recompute more
@@ -193,16 +214,10 @@ def kernel_tile_side(problem: ConvProblem) -> int | None:
     inner, outer = p.C // p.groups, p.K // p.groups
     if p.direction == Direction.BACKWARD_DATA:
         inner, outer = outer, inner
-        rows = (p.P, p.H, p.R, p.R - 1 - p.pad_top)
-        cols = (p.Q, p.W, p.S, p.S - 1 - p.pad_left)
-    else:
-        rows, cols = (p.H, p.P, p.R, p.pad_top), (p.W, p.Q, p.S, p.pad_left)
     inner_blocks, outer_blocks = -(-inner // 16), -(-outer // 16)
     for side in KERNEL_TILES:
-        if side < max(p.R, p.S):
-            continue
-        axes = [_kernel_axis(side, *axis) for axis in (rows, cols)]
-        if any(tiles > 1 and step < side // 2 for step, tiles in axes):
+        axes = _kernel_axes(p, side)
+        if axes is None:
             continue
         units = p.N * axes[0][1] * axes[1][1]
         transforms_ns = 24 * units * (inner_blocks + outer_blocks) + 14 * inner * outer_blocks

@@ -32,7 +32,12 @@ def _slots(
     values, space = dict(items), algorithm.space(problem)
     if space is None or not space.is_valid(problem, values):
         raise ValueError(f"{algorithm.name} has no program {values} for {problem}")
-    return tuple(values.get(name, 0) for name in order)
+    return in_order(values, order)
+
+
+def in_order(params: Params, order: tuple[str, ...]) -> tuple[int, ...]:
+    """The values of `params` in this order, 0 where it has none; unchecked, for questions about workspaces."""
+    return () if not params else tuple(params.get(name, 0) for name in order)
 
 
 def within(workspace: Callable[[Values | None], int], default: Values, values: Values) -> bool:

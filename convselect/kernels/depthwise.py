@@ -25,12 +25,21 @@ from torch import Tensor
 from convselect.kernels import _library
 from convselect.kernels._contract import Algorithm, Grade, Params
 from convselect.kernels._depthwise_torch import DepthwiseByNative
+from convselect.kernels._space import Parameter, Space, Values
+from convselect.kernels._tuning import slots, within
 from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction
 
 _BY_NATIVE = DepthwiseByNative()
 
 # The figures of the C source.
-_SLAB_FLOATS, _FEWEST_ROWS, _MOST_ROWS = 32768, 7, 28
+_SLAB_KIB, _FEWEST_ROWS, _MOST_ROWS = 128, 7, 28
+
+SLOTS = ("slab_kib", "run", "summed")
+"""Parameters in the order of the slots of `cs_conv.tune`: csrc/convselect.h."""
+_SLAB = Parameter("slab_kib", (16, 32, 64, 128, 256, 512))
+_RUN = Parameter("run", (2, 3, 4, 5, 6, 7))
+_SUMMED = Parameter("summed", (64, 128, 256, 512))  # more would cost digits
+_USUAL = {"slab_kib": _SLAB_KIB, "run": 7, "summed": 512}
 
 
 def _over(value: int, divisor: int) -> int:
@@ -44,7 +53,10 @@ def _reach(backward: bool, taps: int, stride: int, pad: int, dilation: int) -> i
 
 
 class Depthwise(Algorithm):
-    """`params` is not used."""
+    """Parameters of the C kernels: `slab_kib`, the part of an image that is copied at a time (images in channels_last
+    order that are read where they lie have none); `run`, outputs of a row that stay in registers; in a weight gradient
+    `summed`, products that a register adds up.
+    """
 
     name = "depthwise"
     revision = 3
@@ -74,7 +86,7 @@ class Depthwise(Algorithm):
     def batch_invariant(self, problem: ConvProblem) -> bool:
         return _library.available()  # each result is summed in an order that its place in the image decides
 
-    def workspace_bytes(self, problem: ConvProblem) -> int:
+    def workspace_bytes(self, problem: ConvProblem, params: Params = None) -> int:
         if not _library.available():
             return _BY_NATIVE.workspace_bytes(problem)
         p, lanes = problem, 16 if _library.isa() == _library.ISAS["avx512"] else 8
@@ -87,7 +99,8 @@ class Depthwise(Algorithm):
         reach_w = _reach(backward, p.S, p.stride_w, p.pad_left, p.dil_w)
         pitch, rows = (_over(width, phases[1]) - 1) * steps[1] + reach_w + 1, _over(height, phases[0])
         blocks = _over(p.C if backward else p.K, lanes)
-        fitting = (_SLAB_FLOATS // lanes // pitch - reach_h) // steps[0]
+        slab_floats = 256 * (params or _USUAL).get("slab_kib", _SLAB_KIB)
+        fitting = (slab_floats // lanes // pitch - reach_h) // steps[0]
         band = min(rows, max(fitting, min(max(reach_h, _FEWEST_ROWS), _MOST_ROWS)))
         slab_rows = (band - 1) * steps[0] + reach_h + 1
         taps, result = p.R * p.S, band * phases[0] * width
@@ -99,27 +112,49 @@ class Depthwise(Algorithm):
         copied = _library.copied_bytes(p)
         return copied + 4 * lanes * (threads * private + shared) + 8 * taps
 
+    def space(self, problem: ConvProblem) -> Space | None:
+        if not _library.available():
+            return None
+        if problem.direction == Direction.BACKWARD_WEIGHT:
+            return _space(self, (_SLAB, _SUMMED))
+        in_place = problem.direction == Direction.FORWARD and packed_floats(problem) is not None
+        return _space(self, (_RUN,) if in_place else (_SLAB, _RUN))
+
+    def _call(self, a: Tensor, b: Tensor, problem: ConvProblem, direction: Direction, params: Params) -> Tensor:
+        tune = () if params is None else slots(self, problem.with_direction(direction), params, SLOTS)
+        return _library.call("cs_depthwise", a, b, problem, tune=tune)
+
     def run_checked(
         self, a: Tensor, b: Tensor, problem: ConvProblem, params: Params = None, bias: Tensor | None = None
     ) -> Tensor | None:
         if not _library.available():
             return super().run_checked(a, b, problem, params, bias)
-        return _library.call_checked("cs_depthwise", a, b, problem, bias=bias)
+        return _library.call_checked("cs_depthwise", a, b, problem, bias=bias, tune=slots(self, problem, params, SLOTS))
 
     def forward(self, x: Tensor, weight: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
         if not _library.available():
             return _BY_NATIVE.forward(x, weight, problem)
-        return _library.call("cs_depthwise", x, weight, problem)
+        return self._call(x, weight, problem, Direction.FORWARD, params)
 
     def backward_data(self, grad_y: Tensor, weight: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
         if not _library.available():
             return _BY_NATIVE.backward_data(grad_y, weight, problem)
-        return _library.call("cs_depthwise", grad_y, weight, problem)
+        return self._call(grad_y, weight, problem, Direction.BACKWARD_DATA, params)
 
     def backward_weight(self, x: Tensor, grad_y: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
         if not _library.available():
             return _BY_NATIVE.backward_weight(x, grad_y, problem)
-        return _library.call("cs_depthwise", x, grad_y, problem)
+        return self._call(x, grad_y, problem, Direction.BACKWARD_WEIGHT, params)
+
+
+@functools.cache
+def _space(algorithm: Depthwise, parameters: tuple[Parameter, ...]) -> Space:
+    usual = {parameter.name: _USUAL[parameter.name] for parameter in parameters}
+
+    def allowed(problem: ConvProblem, values: Values) -> bool:
+        return within(lambda v: algorithm.workspace_bytes(problem, v), usual, values)
+
+    return Space(parameters, lambda _: usual, allowed)
 
 
 # ---- frozen weights -------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from convselect.kernels import _library
 from convselect.kernels._common import memory_format
 from convselect.kernels._contract import Algorithm, Grade, Params
 from convselect.kernels._space import STRUCTURE, Parameter, Rule, Space, Values
-from convselect.kernels._tuning import slots, within
+from convselect.kernels._tuning import in_order, slots, within
 from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction
 
 FEW_CHANNELS = 16
@@ -163,7 +163,7 @@ class Direct(Algorithm):
         return True  # each result is summed in an order that its place in the image decides
 
     def workspace_bytes(self, problem: ConvProblem, params: Params = None) -> int:
-        return _library.workspace_bytes("cs_direct_bytes", problem, (), _slots(params))
+        return _library.workspace_bytes("cs_direct_bytes", problem, (), in_order(params, SLOTS))
 
     def space(self, problem: ConvProblem) -> Space | None:
         gradient = problem.direction == Direction.BACKWARD_WEIGHT
@@ -195,10 +195,6 @@ class Direct(Algorithm):
     @torch.no_grad()
     def backward_weight(self, x: Tensor, grad_y: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
         return self._run(x, grad_y, problem.with_direction(Direction.BACKWARD_WEIGHT), params)
-
-
-def _slots(values: Params) -> tuple[int, ...]:
-    return () if not values else tuple(values.get(name, 0) for name in SLOTS)
 
 
 @functools.cache

@@ -37,7 +37,17 @@ from convselect.kernels import _library
 from convselect.kernels._common import compute_dtype
 from convselect.kernels._contract import Algorithm, Grade, Params
 from convselect.kernels._cuda_flags import product_rounds_too_much
-from convselect.kernels._fft_plan import KERNEL_TILES, MAX_TILED_EXTENT, Plan, kernel_tile_side, plan_of, tile_side
+from convselect.kernels._fft_plan import (
+    KERNEL_TILES,
+    MAX_TILED_EXTENT,
+    Plan,
+    kernel_tile_side,
+    plan_of,
+    sides,
+    tile_side,
+)
+from convselect.kernels._space import Parameter, Space, Values
+from convselect.kernels._tuning import in_order, slots, within
 from convselect.problem import ConvProblem, Direction
 
 
@@ -308,8 +318,8 @@ class Fft(Algorithm):
             return "a 1x1 kernel has nothing to gain from a transform"
         return None
 
-    def workspace_bytes(self, problem: ConvProblem) -> int:
-        p, plan = problem, plan_of(problem, self._tile(problem, None))
+    def workspace_bytes(self, problem: ConvProblem, params: Params = None) -> int:
+        p, plan = problem, plan_of(problem, self._tile(problem, params))
         plane = plan.bins * plan.complex_bytes
         inner, outer = plan.groups * plan.inner_chunk, plan.groups * plan.outer_chunk
         kernels = inner * plan.outer_chunk
@@ -345,9 +355,17 @@ class Fft(Algorithm):
         return self._compute(x, grad_y, problem.with_direction(Direction.BACKWARD_WEIGHT), params)
 
 
+SLOTS = ("passing_kib",)
+"""Parameters in the order of the slots of `cs_conv.tune`: csrc/convselect.h."""
+_PASSING = Parameter("passing_kib", (256, 512, 1024, 2048, 4096))
+
+
 class FftTiled(Fft):
-    """Overlapping tiles. `params={"tile": side}` overrides the choice of their side, which must be even and at least
-    the kernel's extent (ValueError). An axis that is no longer than a tile is transformed whole."""
+    """Overlapping tiles. An axis that is no longer than a tile is transformed whole.
+
+    Parameters: `tile`, their side; in the C kernel `passing_kib`, spectra of the operand that is not kept. A tile alone
+    may have any side that is even and at least the kernel's extent (ValueError).
+    """
 
     name = "fft_tiled"
     revision = 2
@@ -380,25 +398,54 @@ class FftTiled(Fft):
             return f"the kernel spans {extent} elements, tiles take up to {MAX_TILED_EXTENT}: use fft, the whole image"
         return super().why_not(problem)
 
-    def workspace_bytes(self, problem: ConvProblem) -> int:
-        tile = self._in_c(problem)
-        if tile is None:
-            return super().workspace_bytes(problem)
-        return _library.workspace_bytes("cs_fft_bytes", problem, (tile,))
-
-    def _compute(self, a: Tensor, b: Tensor, problem: ConvProblem, params: Params) -> Tensor:
+    def workspace_bytes(self, problem: ConvProblem, params: Params = None) -> int:
         tile = self._in_c(problem, params)
         if tile is None:
+            return super().workspace_bytes(problem, params)
+        return _library.workspace_bytes("cs_fft_bytes", problem, (tile,), in_order(params, SLOTS))
+
+    def space(self, problem: ConvProblem) -> Space | None:
+        if self.why_not(problem) is not None:
+            return None
+        usual, in_c = self._in_c(problem), self._in_c(problem) is not None
+        tiles = sides(problem, in_c)
+        if not in_c:
+            usual = tile_side(problem)
+            # What the C kernel would compute, if it were asked to, is another algorithm than the default.
+            tiles = tuple(tile for tile in tiles if self._in_c(problem, {"tile": tile}) is None)
+        return _space(self, tiles, usual, in_c) if usual in tiles and (in_c or len(tiles) > 1) else None
+
+    def _tune(self, problem: ConvProblem, params: Params) -> tuple[int, ...]:
+        if params is None or params.keys() == {"tile"}:
+            return ()
+        return slots(self, problem, params, SLOTS)
+
+    def _compute(self, a: Tensor, b: Tensor, problem: ConvProblem, params: Params) -> Tensor:
+        tune, tile = self._tune(problem, params), self._in_c(problem, params)
+        if tile is None:
             return super()._compute(a, b, problem, params)
-        return _library.call("cs_fft", a, b, problem, (tile,))
+        return _library.call("cs_fft", a, b, problem, (tile,), tune=tune)
 
     def run_checked(
         self, a: Tensor, b: Tensor, problem: ConvProblem, params: Params = None, bias: Tensor | None = None
     ) -> Tensor | None:
-        tile = self._in_c(problem, params)
+        tune, tile = self._tune(problem, params), self._in_c(problem, params)
         if tile is None:
             return super().run_checked(a, b, problem, params, bias)
-        return _library.call_checked("cs_fft", a, b, problem, (tile,), bias)
+        return _library.call_checked("cs_fft", a, b, problem, (tile,), bias, tune)
+
+
+@functools.lru_cache(maxsize=64)
+def _space(algorithm: FftTiled, tiles: tuple[int, ...], usual_tile: int, in_c: bool) -> Space:
+    parameters: tuple[Parameter, ...] = (Parameter("tile", tiles),)
+    usual: Values = {"tile": usual_tile}
+    if in_c:
+        parameters, usual = (*parameters, _PASSING), {**usual, "passing_kib": 1024}
+
+    def allowed(problem: ConvProblem, values: Values) -> bool:
+        return within(lambda v: algorithm.workspace_bytes(problem, v), usual, values)
+
+    return Space(parameters, lambda _: usual, allowed)
 
 
 ALGORITHMS = (Fft(), FftTiled())

@@ -13,6 +13,7 @@ or of output rows that keep the columns within the workspace budget and, by defa
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -23,11 +24,14 @@ from convselect import settings
 from convselect.kernels._common import cast_bytes, compute_dtype, compute_element_bytes
 from convselect.kernels._contract import Algorithm, Grade, Params
 from convselect.kernels._cuda_flags import product_rounds_too_much
+from convselect.kernels._space import Parameter, Space, Values
+from convselect.kernels._tuning import slots, within
 from convselect.problem import CHANNELS_LAST, ConvProblem
 
 # Of 1 to 64 MiB, measured on layers of ResNet-18 and VGG-16: level on small images; on 224 x 224, 2 MiB is a quarter
 # faster than 8 and more, and 1 MiB sometimes loses.
 COLUMN_BYTES = 2 * 2**20
+_COLUMN_BYTES = Parameter("column_bytes", (0, *(2**n for n in range(15, 25))))
 # A GPU's GEMMs want all pixels at once, and its caches hold no column block anyway: one launch for many images.
 GPU_COLUMN_BYTES = 256 * 2**20
 
@@ -77,22 +81,25 @@ def _chunks(p: ConvProblem, params: Params) -> Iterator[tuple[int, int, int, int
 
 
 def _column_budget(p: ConvProblem, params: Params) -> int:
-    if params and "column_bytes" in params:
+    if params and params.get("column_bytes"):
         return int(params["column_bytes"])
     allowed = max(settings.current().workspace_bytes, 1)
     return min(GPU_COLUMN_BYTES, allowed // 2) if p.device == "cuda" else min(COLUMN_BYTES, allowed)
 
 
-def _column_bytes(p: ConvProblem) -> int:
+def _column_bytes(p: ConvProblem, params: Params = None) -> int:
     """The largest unfolded piece that `_chunks` makes."""
     per_row = (p.C * p.R * p.S) * p.Q * _element_bytes(p)
-    budget = _column_budget(p, None)
+    budget = _column_budget(p, params)
     if per_row * p.P <= budget:
         return per_row * p.P * max(1, min(p.N, budget // (per_row * p.P)))
     return per_row * max(1, budget // per_row)
 
 
 class Im2colGemm(Algorithm):
+    """Parameter on CPUs: `column_bytes`, how much is unfolded at a time; 0: what `COLUMN_BYTES` and the workspace that
+    is allowed say."""
+
     name = "im2col_gemm"
     devices = frozenset({"cpu", "cuda"})
 
@@ -102,7 +109,7 @@ class Im2colGemm(Algorithm):
     def error_grade(self, problem: ConvProblem) -> Grade:
         return Grade.DIRECT
 
-    def workspace_bytes(self, problem: ConvProblem) -> int:
+    def workspace_bytes(self, problem: ConvProblem, params: Params = None) -> int:
         p, size = problem, _element_bytes(problem)
         x, y, weight = (b // p.element_bytes for b in (p.x_bytes, p.y_bytes, p.weight_bytes))
         # On a GPU a weight gradient is summed in float32, and backward data's columns are.
@@ -112,17 +119,25 @@ class Im2colGemm(Algorithm):
         if p.is_pointwise or _is_whole_image(p):
             return casts + copies
         if p.direction == "backward_data":
-            images, channels = _scatter_chunk(p)
+            images, channels = _scatter_chunk(p, params)
             columns = images * channels * p.R * p.S * p.P * p.Q * compute_element_bytes(p)
             padded = images * channels * (p.H + p.pad_top + p.pad_bottom) * (p.W + p.pad_left + p.pad_right)
             padded *= compute_element_bytes(p)
             return casts + copies + 2 * columns + padded
         padded = p.N * p.C * (p.H + p.pad_top + p.pad_bottom) * (p.W + p.pad_left + p.pad_right) * size
-        images = min(p.N, max(1, _column_bytes(p) // max(1, p.C * p.R * p.S * p.P * p.Q * size)))
-        return casts + copies + padded + _column_bytes(p) + images * p.K * p.P * p.Q * size
+        images = min(p.N, max(1, _column_bytes(p, params) // max(1, p.C * p.R * p.S * p.P * p.Q * size)))
+        return casts + copies + padded + _column_bytes(p, params) + images * p.K * p.P * p.Q * size
 
     def ready(self, problem: ConvProblem, params: Params = None) -> bool:
         return not product_rounds_too_much(problem)
+
+    def space(self, problem: ConvProblem) -> Space | None:
+        p = problem
+        return None if p.device != "cpu" or p.is_pointwise or _is_whole_image(p) else _space(self)
+
+    def run(self, a: Tensor, b: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
+        slots(self, problem, params, ())  # says so where it is no program
+        return super().run(a, b, problem, params)
 
     # ---- forward ------------------------------------------------------------------------------------------------
 
@@ -220,17 +235,17 @@ class Im2colGemm(Algorithm):
             columns = g.reshape(p.N * G, p.K // G, -1)
             grad = torch.bmm(w.mT.repeat(p.N, 1, 1) if G > 1 else w.mT.expand(p.N, -1, -1), columns).view(p.x_shape)
         else:
-            grad = self._scatter(g, weight, p)
+            grad = self._scatter(g, weight, p, params)
         return grad.to(out_dtype)
 
-    def _scatter(self, g: Tensor, weight: Tensor, p: ConvProblem) -> Tensor:
+    def _scatter(self, g: Tensor, weight: Tensor, p: ConvProblem, params: Params) -> Tensor:
         """weight^T @ grad_y, folded back onto the image; in chunks of images and of input channels of a group."""
         G, per_group = p.groups, p.C // p.groups
         size = (p.H + p.pad_top + p.pad_bottom, p.W + p.pad_left + p.pad_right)
         w = weight.reshape(G, p.K // G, per_group, p.R * p.S)
         g = g.reshape(p.N, G, p.K // G, p.P * p.Q)
         grad = torch.empty(p.N, G, per_group, p.H, p.W, dtype=g.dtype, device=g.device)
-        images, channels = _scatter_chunk(p)
+        images, channels = _scatter_chunk(p, params)
         groups = max(1, channels // per_group)
         channels = min(channels, per_group)
         for n in range(0, p.N, images):
@@ -291,14 +306,29 @@ def _windows(padded: Tensor, p: ConvProblem) -> Tensor:
     )
 
 
-def _scatter_chunk(p: ConvProblem) -> tuple[int, int]:
+def _scatter_chunk(p: ConvProblem, params: Params) -> tuple[int, int]:
     """(images, channels) whose columns fit the budget: whole groups, or part of one group."""
     per_channel = p.R * p.S * p.P * p.Q * compute_element_bytes(p)
-    channels = max(1, _column_budget(p, None) // per_channel)
+    channels = max(1, _column_budget(p, params) // per_channel)
     if channels >= p.C:
         return min(p.N, channels // p.C), p.C
     per_group = p.C // p.groups
     return 1, channels if channels < per_group else channels // per_group * per_group
+
+
+@functools.cache
+def _space(algorithm: Im2colGemm) -> Space:
+    usual = {"column_bytes": 0}
+
+    def allowed(problem: ConvProblem, values: Values) -> bool:
+        p, value = problem, values.get("column_bytes", 0)
+        if value == 0:
+            return True
+        # Room for more than all columns twice over is the same program as the next smaller one.
+        in_all = p.N * p.C * p.R * p.S * p.P * p.Q * compute_element_bytes(p)
+        return value < 2 * in_all and within(lambda v: algorithm.workspace_bytes(p, v), usual, values)
+
+    return Space((_COLUMN_BYTES,), lambda _: usual, allowed)
 
 
 ALGORITHMS = (Im2colGemm(),)

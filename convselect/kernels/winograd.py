@@ -25,7 +25,7 @@ from torch import Tensor
 from convselect.kernels import _library, _winograd_torch, _winograd_transforms
 from convselect.kernels._contract import Algorithm, Grade, Params
 from convselect.kernels._space import STRUCTURE, Parameter, Rule, Space, Values
-from convselect.kernels._tuning import slots, within
+from convselect.kernels._tuning import in_order, slots, within
 from convselect.problem import ConvProblem, Direction
 
 TILES: dict[tuple[int, int], tuple[int, ...]] = {
@@ -112,7 +112,7 @@ class Winograd(Algorithm):
     def workspace_bytes(self, problem: ConvProblem, params: Params = None) -> int:
         if not self._in_c(problem):
             return _winograd_torch.workspace_bytes(problem, self.m)
-        return _library.workspace_bytes("cs_winograd_bytes", problem, (self.m,), _slots(params))
+        return _library.workspace_bytes("cs_winograd_bytes", problem, (self.m,), in_order(params, SLOTS))
 
     def space(self, problem: ConvProblem) -> Space | None:
         if not self._in_c(problem):
@@ -156,10 +156,6 @@ class Winograd(Algorithm):
 
     def backward_weight(self, x: Tensor, grad_y: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
         return self._run(x, grad_y, problem.with_direction(Direction.BACKWARD_WEIGHT), params)
-
-
-def _slots(values: Params) -> tuple[int, ...]:
-    return () if not values else tuple(values.get(name, 0) for name in SLOTS)
 
 
 @functools.cache

@@ -42,6 +42,9 @@ typedef struct {
 /* Slots of `tune`. Sizes in KiB are aimed for, not kept exactly. */
 enum { CS_WG_SPAN_KIB, CS_WG_INPUTS, CS_WG_OUTPUTS, CS_WG_TEAM };
 enum { CS_DIRECT_ORDER, CS_DIRECT_TILE_ROWS, CS_DIRECT_ROWS_KIB, CS_DIRECT_PANELS_KIB, CS_DIRECT_GROUP, CS_DIRECT_PIXELS };
+enum { CS_DEPTHWISE_SLAB_KIB, CS_DEPTHWISE_RUN, CS_DEPTHWISE_SUMMED };
+enum { CS_GROUPED_BAND, CS_GROUPED_TILE, CS_GROUPED_SINGLE, CS_GROUPED_SLAB_KIB };
+enum { CS_FFT_PASSING_KIB };
 enum { CS_WG_APART = 1, CS_WG_TOGETHER = 2 };     /* of CS_WG_TEAM: threads have spans of their own, or share one */
 enum { CS_BY_PIXELS = 1, CS_BY_CHANNELS = 2 };    /* of CS_DIRECT_ORDER: what the outer loop goes over */
 
