@@ -117,17 +117,21 @@ def _stored(problem: ConvProblem, settings: Settings) -> Choice | None:
     algorithm = BY_NAME.get(decision.algorithm)
     if algorithm is None or algorithm.revision != decision.revision:
         return None
-    if decision.params is not None and not _may_be(algorithm, problem, decision.params):
+    if decision.params is not None and not _may_be(algorithm, problem, decision.params, settings):
         return None
     return Choice(decision.algorithm, "store", decision.params, decision.gain)
 
 
-def _may_be(algorithm: Algorithm, problem: ConvProblem, params: Mapping[str, Any]) -> bool:
-    """Whether these are still values that the algorithm's parameters may have: tuned ones outlive what was tuned."""
+def _may_be(algorithm: Algorithm, problem: ConvProblem, params: Mapping[str, Any], settings: Settings) -> bool:
+    """Whether these are still values that the algorithm's parameters may have, within the memory that is allowed: tuned
+    ones outlive what was tuned."""
     if algorithm.why_not(problem) is not None:
         return False
     space = algorithm.space(problem)
-    return space is not None and space.is_valid(problem, params)
+    if space is None or not space.is_valid(problem, params):
+        return False
+    workspace_bytes: Any = algorithm.workspace_bytes  # with parameters where there is a space
+    return bool(workspace_bytes(problem, params) <= settings.workspace_bytes)
 
 
 class _Keeper:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 
 import _guarded
@@ -10,11 +11,13 @@ import pytest
 import torch
 from _memory import peak_extra_bytes
 
+from convselect import _remembered, dispatch, settings
 from convselect.kernels import ALL, BY_NAME, _library
 from convselect.kernels._space import Space
 from convselect.kernels.reference import ALGORITHMS as REFERENCE
 from convselect.model.measure import ERROR_BOUNDS, operands
 from convselect.problem import ConvProblem, Direction, conv_problem
+from convselect.store import Decision
 
 pytestmark = pytest.mark.skipif(not _library.available(), reason="the parameters are those of the C kernels")
 BOUNDS = (2.5e-6, 1e-5, 2e-5)
@@ -170,3 +173,25 @@ def test_workspaces_hold_for_programs():
             # Blocks are whole pages, large ones of two megabytes.
             slack = 2 * large if held >= large else 2 * 4096
             assert copies + held <= BY_NAME[name].workspace_bytes(problem, params) + slack, (name, problem, params)
+
+
+def test_a_stored_program_keeps_within_the_memory_that_is_allowed(tmp_path):
+    problem = conv_problem(1, 64, 56, 56, 64, 3, 3, padding=1)
+    space = space_of("winograd6", problem)
+    needs = {tuple(p.items()): BY_NAME["winograd6"].workspace_bytes(problem, p) for p in space.programs(problem)}
+    params, most = dict(max(needs, key=needs.__getitem__)), max(needs.values())
+    least = BY_NAME["winograd6"].workspace_bytes(problem)
+    assert most > least
+    _remembered.configure(tmp_path / "store.sqlite")
+    try:
+        for allowed, source in ((most, "store"), (most - 1, "model")):
+            with settings.use("auto", workspace_bytes=allowed) as used:
+                found = Decision(
+                    problem, used.budgets, "winograd6", params, "tune", 2.0, BY_NAME["winograd6"].revision, 9
+                )
+                _remembered.remember(found)
+                dispatch.clear()
+                assert (dispatch.choice_for(problem, used).source == "store") == (source == "store")
+    finally:
+        _remembered.configure(os.environ.get("CONVSELECT_STORE"))
+        dispatch.clear()
