@@ -166,9 +166,12 @@ def execute(
     """Run the chosen algorithm on its operands. The automatic choice falls back to native; a forced one raises."""
     _predictor.tick()
     if isinstance(choice, OnTrial):
+        given = choice.provisional  # tuned parameters are its own, and nobody else's
+        params = given.params
 
         def run(name: str) -> Tensor | None:
-            found = without_autocast(BY_NAME[name].run_checked, a, b, problem, None, bias)
+            own = params if name == given.algorithm else None
+            found = without_autocast(BY_NAME[name].run_checked, a, b, problem, own, bias)
             return None if found is None else with_strides(found, strides)
 
         return choice.run(run, a.device)

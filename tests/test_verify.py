@@ -299,7 +299,7 @@ def test_a_fork_while_a_trial_is_held_does_not_stop_it_in_the_child(race):
 # ---- failures -------------------------------------------------------------------------------------------------------
 
 
-def call_until_settled(times: int = 80) -> OnTrial:
+def call_until_settled(times: int = 600) -> OnTrial:
     weight = torch.randn(4, 4, 3, 3)
     expected = F.conv2d(X, weight, padding=1)
     with torch.no_grad():
@@ -589,3 +589,23 @@ def test_per_layer_per_context_per_environment(race):
     assert [t.choice.algorithm for t in on_trial()] == ["quick"]
     with pytest.raises(ValueError, match="unknown policy"):
         convselect.SelectedConv2d(1, 1, 1, policy="verily")
+
+
+def test_an_audited_choice_keeps_its_parameters(race, monkeypatch):
+    given = []
+    original = race["quick"].run_checked
+
+    def run_checked(a, b, problem, params=None, bias=None):
+        given.append(params)
+        return original(a, b, problem, None, bias)
+
+    monkeypatch.setattr(race["quick"], "run_checked", run_checked)
+    weight, problem = torch.randn(4, 4, 3, 3), conv_problem(2, 4, 10, 10, 4, 3, 3, padding=1)
+    stored = Choice("quick", "store", {"tile": 3}, 2.0)
+    monkeypatch.setattr(_execution, "_stored", lambda p, s: stored)
+    with convselect.use(audit=4), torch.no_grad():
+        for _ in range(12):
+            convselect.conv2d(X, weight, padding=1)
+        assert _execution.choice_for(problem, convselect.settings.current()) is stored
+    assert given
+    assert set(map(str, given)) == {"{'tile': 3}"}
