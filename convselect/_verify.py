@@ -123,7 +123,7 @@ class OnTrial:
     def _otherwise(self, run: Run) -> Tensor:
         """What runs untimed: the choice, if there is one."""
         name = NATIVE if self.choice is None else self.choice.algorithm
-        result = run(name) if name != NATIVE else None
+        result = self._tried(name, run)
         if result is None:
             result = run(NATIVE)
         assert result is not None

@@ -591,6 +591,26 @@ def test_per_layer_per_context_per_environment(race):
         convselect.SelectedConv2d(1, 1, 1, policy="verily")
 
 
+def test_a_watched_choice_that_fails_is_native_for_that_call(race):
+    weight = torch.randn(4, 4, 3, 3)
+    expected = F.conv2d(X, weight, padding=1)
+    with convselect.use(audit=8), torch.no_grad():
+        for _ in range(60):
+            convselect.conv2d(X, weight, padding=1)
+        original, calls = race["quick"].result, iter(range(10_000))
+
+        def fails(*arguments):
+            if next(calls) % 3 == 0:
+                raise MemoryError
+            return original(*arguments)
+
+        race["quick"].result = fails
+        for _ in range(40):
+            assert torch.equal(convselect.conv2d(X, weight, padding=1), expected)
+    (trial,) = on_trial()
+    assert trial.choice.algorithm == "quick"
+
+
 def test_an_audited_choice_keeps_its_parameters(race, monkeypatch):
     given = []
     original = race["quick"].run_checked
