@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.convselect-ready
 CSRC := setup.py $(wildcard convselect/kernels/csrc/*)
 
-.PHONY: demo test lint bench setup install native clean
+.PHONY: demo test lint bench dist setup install native clean
 
 demo: $(READY)
 	$(BIN)/convselect demo
@@ -26,6 +26,12 @@ lint: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m pytest benchmarks --benchmark-only --benchmark-enable
+
+# Source distribution and wheel, the second made from the first; both installed, with and without a compiler, and tried.
+dist: $(READY)
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/python .ci/check_dist.py
 
 setup: $(READY)
 

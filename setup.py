@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 CSRC = Path("convselect/kernels/csrc")
@@ -38,8 +39,16 @@ class BuildLibrary(build_ext):
         super().build_extension(ext)
 
 
+class TagByPlatform(bdist_wheel):
+    def get_tag(self) -> tuple[str, str, str]:
+        """py3-none-PLATFORM: the library is called through ctypes. Without it there is only Python: py3-none-any."""
+        platform = super().get_tag()[2]
+        built = any(Path(self.bdist_dir).rglob("_csrc.so"))
+        return "py3", "none", platform if built else "any"
+
+
 setup(
-    cmdclass={"build_ext": BuildLibrary},
+    cmdclass={"build_ext": BuildLibrary, "bdist_wheel": TagByPlatform},
     ext_modules=[
         Extension(
             "convselect.kernels._csrc",

@@ -21,7 +21,7 @@ from convselect.layer import SelectedConv2d
 from convselect.problem import ConvProblem, Direction
 from convselect.settings import Settings, set_defaults, use
 
-__version__ = "0.1.0"
+__version__ = "0.1.0"  # the one place: the build reads it here
 
 __all__ = [
     "ConvProblem",

@@ -285,6 +285,8 @@ def test_source_and_binary_distributions_hold_the_sources(tree):
     assert {"setup.py", "pyproject.toml", *(f"convselect/kernels/csrc/{name}" for name in sources)} <= names
     with zipfile.ZipFile(wheel) as archive:
         assert {"convselect/kernels/_csrc.so", "convselect/kernels/csrc/convselect.h"} <= set(archive.namelist())
+    # For any Python, and for this platform only.
+    assert wheel.stem.split("-")[2:] == ["py3", "none", sysconfig.get_platform().replace("-", "_").replace(".", "_")]
 
 
 USE = """
@@ -313,6 +315,8 @@ def test_without_a_working_compiler_the_package_installs_and_works(tmp_path):
     done = command(sys.executable, "setup.py", "build_ext", "--inplace", cwd=tree, CC="false", LDSHARED="false")
     assert "failed" in done.stdout + done.stderr
     assert not list(tree.rglob("*.so"))
+    command(sys.executable, "setup.py", "bdist_wheel", cwd=tree, CC="false", LDSHARED="false")
+    assert [path.stem.split("-")[2:] for path in tree.glob("dist/*.whl")] == [["py3", "none", "any"]]
     environment = {"PYTHONPATH": str(tree), "CONVSELECT_LIBRARY": ""}
     done = command(sys.executable, "-W", "error::UserWarning:convselect", "-c", USE, cwd=tree, **environment)
     assert Path(done.stdout.strip()).is_relative_to(tree)
