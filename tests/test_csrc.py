@@ -284,7 +284,9 @@ def test_source_and_binary_distributions_hold_the_sources(tree):
         names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
     assert {"setup.py", "pyproject.toml", *(f"convselect/kernels/csrc/{name}" for name in sources)} <= names
     with zipfile.ZipFile(wheel) as archive:
-        assert {"convselect/kernels/_csrc.so", "convselect/kernels/csrc/convselect.h"} <= set(archive.namelist())
+        packed = {name for name in archive.namelist() if name.startswith("convselect/")}
+    files = {str(path.relative_to(tree)) for path in (tree / "convselect").rglob("*") if path.is_file()}
+    assert packed == {"convselect/kernels/_csrc.so", *(name for name in files if not name.endswith(".pyc"))}
     # For any Python, and for this platform only.
     assert wheel.stem.split("-")[2:] == ["py3", "none", sysconfig.get_platform().replace("-", "_").replace(".", "_")]
 

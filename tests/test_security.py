@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import io
 import pickle
+import re
 import sqlite3
 import warnings
 from pathlib import Path
@@ -117,6 +118,19 @@ def test_the_search_below_finds_what_it_looks_for(line):
 def test_nothing_in_the_package_reads_pickles_or_runs_what_it_read():
     found = {(file.name, name) for file in PACKAGE.rglob("*.py") for name in suspicious(file.read_text())}
     assert found == KNOWN
+
+
+def test_the_security_note_names_tests_that_exist():
+    note = PACKAGE.parent / "SECURITY.md"
+    if not note.exists():
+        pytest.skip("an installed package has no repository")
+    here = Path(__file__)
+    named = set(re.findall(r"`(test_\w+)`", note.read_text()))
+    assert named <= set(re.findall(r"^def (test_\w+)", here.read_text(), re.MULTILINE))
+    assert len(named) >= 6
+    files = re.findall(r"`(?:tests/)?(test_\w+\.py)`", note.read_text())
+    assert files
+    assert all((here.parent / name).exists() for name in files)
 
 
 # ---- artifacts --------------------------------------------------------------------------------------------------
