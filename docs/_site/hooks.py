@@ -18,6 +18,8 @@ def command_reference() -> str:
     command = get_command(_app())
     with command.make_context("convselect", [], resilient_parsing=True) as context:
         text = get_docs_for_click(obj=command, ctx=context, name="convselect", indent=1)
+    # The generator's lists of commands cut their descriptions short; each has its section anyway.
+    text = re.sub(r"\*\*Commands\*\*:\n\n(\* .*\n)+\n", "", text)
     # "<family>.npz" in a help text is no HTML tag.
     parts = re.split(r"(```.*?```|`[^`\n]*`)", text, flags=re.DOTALL)
     parts[::2] = [part.replace("<", "&lt;") for part in parts[::2]]
