@@ -152,8 +152,13 @@ def check_command(words: list[str]) -> None:
         known = re.findall(r"^([a-z]+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
         assert rest[0] == "install"
         assert set(extras) <= set(known), f"not all of these extras exist: {extras}"
+    elif head == "python" and rest[0] != "your_program.py":
+        script = ROOT / rest[0]
+        assert script.is_file(), f"there is no script {rest[0]}"
+        for option in (word.partition("=")[0] for word in rest[1:] if word.startswith("--")):
+            assert f'"{option}"' in script.read_text(), f"{rest[0]} has no option {option}"
     else:
-        assert words == ["python", "your_program.py"], f"not a known command: {shlex.join(words)}"
+        assert head == "python", f"not a known command: {shlex.join(words)}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
@@ -175,6 +180,8 @@ def test_commands_exist(page):
         ("convselect store show --nothing", "No such option"),
         ("convselect train x", "(?i)missing"),
         ("python -m benchmarks.nothing", "no module"),
+        ("python nothing.py", "no script"),
+        ("python setup.py --nothing", "no option"),
         ("make nothing", "no target"),
         ("pip install '.[nothing]'", "extras"),
         ("curl somewhere", "not a known command"),
