@@ -19,10 +19,9 @@ from markdown_it import MarkdownIt
 from typer.main import get_command
 
 import convselect
-from benchmarks import figures
+from benchmarks import _tables, figures
 from convselect import _remembered, dispatch, doctor, settings
 from convselect.cli import _app
-from convselect.model.dataset import read_rows
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -234,12 +233,14 @@ def test_every_algorithm_has_its_place():
     assert not missing
 
 
-def test_tables_of_the_algorithms_are_those_of_the_results():
-    page = (ROOT / "docs" / "algorithms.md").read_text()
-    times = figures.best_times(read_rows(figures.TIMES))
-    assert figures.winners_table(figures.winners(times), len(times)) in page
-    assert figures.shares_table(figures.shares(times)) in page
-    assert figures.classes_table(json.loads(figures.KERNELS.read_text())) in page
+def test_tables_of_figures_are_those_of_the_results():
+    pages = [(ROOT / "docs" / name).read_text() for name in ("algorithms.md", "results.md")]
+    found = _tables.tables()
+    assert len(found) == 9
+    for name, text in found.items():
+        assert any(text in page for page in pages), (
+            f"the table {name} is not as `python -m benchmarks.figures` prints it"
+        )
 
 
 def test_winners_count_what_is_fastest():
@@ -248,18 +249,18 @@ def test_winners_count_what_is_fastest():
         "b": {"native": 8.0, "direct": 1.0},
         "c": {"native": 3.0, "fft": 5.0},
     }
-    found = figures.winners(times)
+    found = _tables.winners(times)
     assert list(found) == ["direct", "native", "fft"]
     assert found["direct"] == (2, 2, pytest.approx(4.0))
     assert found["native"] == (3, 1, 1.0)
     assert found["fft"][:2] == (2, 0)
-    assert figures.table(("a", "b"), [("1", "2")]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"
+    assert _tables.table(("a", "b"), [("1", "2")]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"
 
 
 def test_figures_are_drawn(tmp_path):
     figures.draw_shares({"1x1": {"native": 0.5, "Winograd": 0.5}}, tmp_path / "shares.svg")
-    figures.draw_classes(json.loads(figures.KERNELS.read_text()), tmp_path / "classes.svg")
-    figures.draw_networks(json.loads(figures.NETWORKS.read_text()), tmp_path / "networks.svg")
+    figures.draw_classes(json.loads(_tables.KERNELS.read_text()), tmp_path / "classes.svg")
+    figures.draw_networks(json.loads(_tables.NETWORKS.read_text()), tmp_path / "networks.svg")
     for name in ("shares", "classes", "networks"):
         assert (tmp_path / f"{name}.svg").read_text().startswith("<?xml")
     assert {p.name for p in figures.FIGURES.glob("*.svg")} == {"winners.svg", "classes.svg", "networks.svg"}
@@ -269,7 +270,7 @@ def test_the_first_table_of_the_readme_is_that_of_the_demo():
     rows = {line.split("|")[1].strip(): line for line in (ROOT / "README.md").read_text().splitlines() if "|" in line}
     titles = {"resnet18": "ResNet-18", "vgg16": "VGG-16", "unet": "U-Net"}
     for isa in ("avx512", "avx2"):
-        demo = json.loads((figures.RESULTS / f"demo-{isa}-1-thread.json").read_text())
+        demo = json.loads((_tables.RESULTS / f"demo-{isa}-1-thread.json").read_text())
         for network in demo["models"]:
             (row,) = [line for title, line in rows.items() if title.startswith(titles.get(network["name"], "RepLK"))]
             ratios = [speed["ratio"]["median"] for speed in network["speeds"]]
