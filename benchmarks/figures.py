@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks._tables import CLASSES, DIRECTIONS, GROUPS, KERNELS, NETWORKS, TIMES, best_times, shares, tables
+from benchmarks._tables import CLASSES, DIRECTIONS, GROUPS, KERNELS, NETWORKS, TIMES, TITLES, best_times, shares, tables
 from convselect.model.dataset import read_rows
 
 FIGURES = Path(__file__).parents[1] / "docs" / "figures"
@@ -107,7 +107,7 @@ def draw_networks(networks: Mapping[str, Any], path: Path) -> None:
             label=side,
         )
     axes.axhline(1, color="black", linewidth=0.8)
-    axes.set_xticks(range(len(found)), [n["network"] for n in found])
+    axes.set_xticks(range(len(found)), [TITLES[n["network"]] for n in found])
     axes.grid(axis="y", alpha=0.3)
     axes.set(ylabel="times eager PyTorch, NCHW")
     figure.legend(loc="outside upper center", ncols=3, frameon=False)
