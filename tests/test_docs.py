@@ -87,6 +87,7 @@ def test_every_block_says_what_it_is(page):
 # ---- Python ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("default::convselect.ConvselectWarning")  # there may be no trained model for this machine
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_python_blocks_run(page, sandbox):
     """From top to bottom, in one namespace, as a reader would type them."""
