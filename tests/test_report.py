@@ -469,6 +469,8 @@ def test_the_whole_is_the_sum_of_its_parts(measured):
     assert busy.disturbed
     report = dataclasses.replace(measured, end_to_end=(busy,))
     assert "Something else had the processor" in render(report)
+    # What leads the page is then the time that the neighbours had no part in.
+    assert f"end to end, CPU time: {page.duration(1000.0)} → {page.duration(500.0)}" in Page(render(report)).text
     assert "does not run in float64" in render(report)
 
 

@@ -170,7 +170,7 @@ def _layer_chart(layers: Sequence[Layer], direction: str) -> tuple[Chart, bool, 
         ticks = {value: duration(value) if value else "0" for value in scale_of(rows)}
         title = f"{direction}: time of nn.Conv2d and of the choice, per layer"
         return pairs(title, rows, ticks), True, len(layers) - len(timed)
-    said = [one for one in layers if one.gain is not None][:MOST_BARS]
+    said = [one for one in layers if one.gain is not None and one.algorithm != NATIVE][:MOST_BARS]
     if not said:
         return None
     rows = [
