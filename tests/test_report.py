@@ -8,7 +8,6 @@ import math
 import random
 import re
 from html.parser import HTMLParser
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,10 +16,12 @@ from fake_model import use_fake
 from torch import nn
 from typer.testing import CliRunner
 
+import convselect
 from convselect import _here, _remembered, cli, settings, timing
 from convselect.kernels import BY_NAME
 from convselect.model import evaluate as ev
 from convselect.model.dataset import Row, environment_path, write_rows
+from convselect.model.inference import Predictor, artifact_path
 from convselect.model.judging import judge_all
 from convselect.model.train import Recipe, read_measured
 from convselect.problem import conv_problem
@@ -28,7 +29,7 @@ from convselect.report import charts, of_data, of_model, page, render
 from convselect.report.end_to_end import EndToEnd, Sides, Spread
 from convselect.store import Decision, Store
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+ARTIFACT = artifact_path("cpu-x86-avx512-c")
 VOID = {"meta", "br", "line", "link", "img", "hr", "input"}
 EVIL = '<script>alert("1")</script>&\''
 
@@ -240,6 +241,12 @@ def test_stored_times_are_used(monkeypatch, tmp_path):
     assert layer.faster.algorithm == "direct"
     html = render(report)
     assert "direct was faster when timed: 50.0\u202fµs" in html
+    # What is timed now stands beside what was timed before, and is not compared with it.
+    layer = of_model("small", small(), X, seconds=0.1, times=tmp_path / "times.sqlite").layers[1]
+    kinds = {c.algorithm: (c.kind, c.gain) for c in layer.candidates}
+    assert kinds["native"][0] == kinds["winograd4"][0] == "measured"
+    assert kinds["direct"] == ("stored", 8.0)
+    assert layer.faster is None or layer.faster.algorithm != "direct"
     # CSV says the same; another machine's times say nothing here.
     path = tmp_path / "times.csv.gz"
     write_rows(path, rows)
@@ -271,6 +278,18 @@ def test_a_choice_of_the_store_says_who_made_it(monkeypatch, tmp_path):
         assert read.row("2x8x16x16 -> 8, 3x3 p1", "forward", name, "2.50×", "tune")
     finally:
         _remembered.configure()
+
+
+def test_a_layers_own_policy_holds(monkeypatch):
+    use_fake(monkeypatch, "winograd4")
+    model = small()
+    convselect.convert(model[2], policy="direct")
+    report = of_model("small", model, X, seconds=0.05)
+    assert [(one.names, one.algorithm, one.source) for one in report.layers] == [
+        (("0",), "winograd4", "model"), (("2",), "direct", "forced"), (("4",), "winograd4", "model"),
+    ]  # fmt: skip
+    assert report.left_alone == {"5": "a transposed convolution"}
+    assert (type(model[0]), type(model[2]), model[2].policy) == (nn.Conv2d, convselect.SelectedConv2d, "direct")
 
 
 def test_a_model_without_convolutions():
@@ -340,8 +359,7 @@ def csv(tmp_path):
 
 def test_data_figures_are_those_of_evaluate(csv):
     report = of_data(csv)
-    artifact = Path(cli.__file__).parent / "model" / "artifacts" / "cpu-x86-avx512-c.npz"
-    judged = judge_all([csv], artifact, [], "family", 5, False, Recipe())["judged"]["cpu-x86-avx512-c"]
+    judged = judge_all([csv], ARTIFACT, [], "family", 5, False, Recipe())["judged"]["cpu-x86-avx512-c"]
     assert report.overall == judged["overall"]
     assert report.by["by_kernel_class"] == judged["by_kernel_class"]
     table, _ = read_measured([csv])
@@ -405,14 +423,19 @@ def test_other_peoples_times(tmp_path):
     html = render(report)
     is_self_contained(html)
     assert "nn.Conv2d" not in html
+    with pytest.raises(ValueError, match="knows none of the algorithms"):
+        of_data(path, ARTIFACT)
 
 
-def test_the_model_that_learned_from_a_file_says_so():
-    path = RESULTS / "times-cpu-x86-avx512-c.csv.gz"
-    if not path.exists():
-        pytest.skip("an installed package has no results beside it")
-    card = json.loads((Path(cli.__file__).parent / "model/artifacts/cpu-x86-avx512-c.json").read_text())
-    assert path.name in card["data"]["files"]
+def test_a_model_that_learned_from_the_file_says_so(csv):
+    assert not of_data(csv).trained_on
+    card = Predictor.load(ARTIFACT).card
+    known = csv.with_name(card.data["files"][0])
+    csv.rename(known)
+    environment_path(csv).rename(environment_path(known))
+    report = of_data(known)
+    assert report.trained_on
+    assert "its figures flatter" in Page(render(report)).text
 
 
 # ---- numbers and charts -----------------------------------------------------------------------------------------

@@ -151,6 +151,8 @@ def of_data(path: str | Path, artifact: str | Path | None = None) -> DataReport:
     if predictor is not None:
         from convselect.model.judging import artifact_gains
 
+        if not set(predictor.card.algorithm_names) & set(table.names):
+            raise ValueError(f"the model {predictor.card.family} knows none of the algorithms in {name}")
         choice = ev.chosen(artifact_gains(predictor, table), times, predictor.card.margin, table.native)
     groups = {
         title: {
@@ -217,7 +219,8 @@ def _read(
     if not is_store(path):
         if is_wide(path):
             wide = read_wide(path)
-            about: dict[str, Any] = {"device": ", ".join(sorted(set(wide.models)))}
+            places = sorted(set(wide.models))  # GPUs in some files, networks in others
+            about: dict[str, Any] = {"device": ", ".join(places)} if len(places) <= 3 else {}
             return name, [], about, 0, wide, [], {}
         beside = environment_path(path)
         machine = json.loads(beside.read_text())["machine"] if beside.exists() else {}

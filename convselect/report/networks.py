@@ -102,10 +102,10 @@ class Layer:
     @property
     def faster(self) -> Candidate | None:
         """The fastest candidate as timed, where it beats the choice by more than noise and, instead of native, by more
-        than running through a plan costs."""
-        timed = {c.algorithm: us for c in self.candidates if (us := _known_us(c)) is not None}
+        than running through a plan costs. Times of other days are not compared."""
         if self.chosen_us is None:
             return None
+        timed = {c.algorithm: us for c in self.candidates if c.kind == self.kind and (us := _known_us(c)) is not None}
         best = min(timed, key=lambda name: timed[name])
         cost_us = PLAN_COST_US[self.problem.direction] if self.algorithm == NATIVE else 0.0
         if (timed[best] + cost_us) * NOISE > self.chosen_us:
@@ -178,8 +178,12 @@ def of_model(
     stored = stored_times(times)
     native = copy.deepcopy(model).eval()
     revert(native)
-    converted = copy.deepcopy(native)
-    report = convert(converted)
+    converted = copy.deepcopy(model).eval()  # of the model as it is: layers that choose already keep their policies
+    left_alone = {
+        name: reason
+        for name, reason in convert(converted).left_alone.items()
+        if not isinstance(converted.get_submodule(name), SelectedConv2d)
+    }
     policy = _policy(verify)
     with settings.use(policy):
         on_stage("looking for convolutions", 0.0)
@@ -209,7 +213,7 @@ def of_model(
     note = "No trained model is in use on this machine: automatic choices are native." if silent else ""
     return NetworkReport(
         name, tuple(x.shape), str(x.dtype).removeprefix("torch."), training, current.policy, tuple(layers),
-        tuple(ends), report.left_alone, timing.environment(), str(current), note, _now(),
+        tuple(ends), left_alone, timing.environment(), str(current), note, _now(),
     )  # fmt: skip
 
 
@@ -263,7 +267,6 @@ def _settle(
     on_stage: Callable[[str, float], object],
 ) -> None:
     """Real calls until no trial is open, or the time is up."""
-
     deadline = timing.Deadline(seconds)
     while not deadline.passed:
         on_stage("trials on real calls", min(1.0, deadline.elapsed_s / seconds))
@@ -343,7 +346,7 @@ def _candidates(
     """What applies: as timed now, else as stored, else as predicted. Stored times are of default parameters."""
     timed = {row.algorithm: row for row in result.rows} if result is not None else {}
     now, before = timed.get(NATIVE), stored.get(NATIVE)
-    native_us = now.median_us if now is not None else None if before is None else before.median_us
+    native_us = now.median_us if now is not None else before.median_us if before is not None else None
     found = []
     for name in BY_NAME:
         taken, reason = name == choice.algorithm, why_not.get(name, "")
@@ -353,7 +356,7 @@ def _candidates(
         elif row is not None and row.median_us is not None:
             time = Spread(row.median_us, row.p20_us, row.p80_us)
             found.append(Candidate(name, taken, time, row.times_native, MEASURED, row.error, reason))
-        elif result is None and kept is not None and not (taken and choice.params):
+        elif kept is not None and not (taken and choice.params):
             gain = None if before is None else before.median_us / kept.median_us
             time = Spread(kept.median_us, kept.p20_us, kept.p80_us)
             found.append(Candidate(name, taken, time, gain, STORED, None, reason))
