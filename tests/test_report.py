@@ -17,7 +17,8 @@ from torch import nn
 from typer.testing import CliRunner
 
 import convselect
-from convselect import _here, _remembered, cli, settings, timing
+from convselect import _here, _remembered, cli, dispatch, settings, timing
+from convselect.choose import Choice
 from convselect.kernels import BY_NAME
 from convselect.model import evaluate as ev
 from convselect.model.dataset import Row, environment_path, write_rows
@@ -145,6 +146,14 @@ def test_a_shared_layer_is_called_twice():
     assert layer.names == ("0",)
 
 
+def test_what_is_timed_is_not_watched(monkeypatch):
+    posed = []
+    found = dispatch.problems_of
+    monkeypatch.setattr(dispatch, "problems_of", lambda layer, x: posed.append(1) or found(layer, x))
+    of_model("small", small(), X, seconds=0.05)
+    assert len(posed) == 3
+
+
 def test_candidates_are_timed_and_the_sums_are_theirs(measured):
     for layer in measured.layers:
         timed = {c.algorithm: c for c in layer.candidates}
@@ -192,7 +201,8 @@ def test_the_page_has_the_figures(measured):
             assert {sides.native.median, sides.converted.median, sides.gain.median} <= set(values)
         assert {end.layers_native_us, end.layers_chosen_us} <= set(values)
     two = measured.layers[1]
-    assert read.row("2 and 1 more", "2x8x16x16 -> 8, 3x3 p1", "2", page.duration(two.native_us), "winograd4")
+    times = [page.duration(us) for us in (two.native_us, two.chosen_us)]
+    assert read.row("2 and 1 more", "2x8x16x16 -> 8, 3x3 p1", "2", times[0], "winograd4", times[1])
     assert read.row("5", "a transposed convolution")
     assert read.row("all calls", "", "3", page.duration(measured.end_to_end[0].layers_native_us))
     assert measured.environment["device"] in read.text
@@ -232,7 +242,7 @@ def stored_row(problem, name: str, us: float) -> Row:
 def test_stored_times_are_used(monkeypatch, tmp_path):
     use_fake(monkeypatch, "winograd4", gain=3.0)
     problem = of_model("small", small(), X, timed=False).layers[1].problem
-    rows = [stored_row(problem, name, us) for name, us in (("native", 400.0), ("winograd4", 100.0), ("direct", 50.0))]
+    rows = [stored_row(problem, name, us) for name, us in (("native", 400.0), ("winograd4", 100.0), ("direct", 0.5))]
     with Store(tmp_path / "times.sqlite") as store:
         store.add(store.environment(_here.environment("cpu")[1]), rows, pool="p")
     report = of_model("small", small(), X, timed=False, times=tmp_path / "times.sqlite")
@@ -240,13 +250,19 @@ def test_stored_times_are_used(monkeypatch, tmp_path):
     assert (layer.kind, layer.native_us, layer.chosen_us, layer.gain) == ("stored", 400.0, 100.0, 4.0)
     assert layer.faster.algorithm == "direct"
     html = render(report)
-    assert "direct was faster when timed: 50.0\u202fµs" in html
+    assert "direct was faster when timed: 0.500\u202fµs" in html
     # What is timed now stands beside what was timed before, and is not compared with it.
     layer = of_model("small", small(), X, seconds=0.1, times=tmp_path / "times.sqlite").layers[1]
     kinds = {c.algorithm: (c.kind, c.gain) for c in layer.candidates}
     assert kinds["native"][0] == kinds["winograd4"][0] == "measured"
-    assert kinds["direct"] == ("stored", 8.0)
+    assert kinds["direct"] == ("stored", 800.0)
     assert layer.faster is None or layer.faster.algorithm != "direct"
+    # Of a tuned choice nothing is known from times of the defaults.
+    tuned = Choice("winograd4", "store", BY_NAME["winograd4"].space(problem).sample(problem, random.Random(0)), 2.5)
+    with monkeypatch.context() as patch:
+        patch.setattr(dispatch, "choice_for", lambda problem, used: tuned)
+        layer = of_model("small", small(), X, timed=False, times=tmp_path / "times.sqlite").layers[1]
+    assert (layer.native_us, layer.chosen_us, layer.gain, layer.kind) == (400.0, None, 2.5, "stored")
     # CSV says the same; another machine's times say nothing here.
     path = tmp_path / "times.csv.gz"
     write_rows(path, rows)
@@ -471,9 +487,11 @@ def test_ticks_and_bins():
 def test_bars_are_as_long_as_their_values(measured):
     chart, timed, left = page._layer_chart([one for one in measured.layers if one.direction == "forward"], "forward")
     assert (timed, left) == (True, 0)
-    first = measured.layers[0]
-    native, chosen = chart.rects[:2]
-    assert native.width / chosen.width == pytest.approx(first.all_native_us / first.all_chosen_us, rel=1e-6)
+    for layer, native, chosen in zip(measured.layers, chart.rects[::2], chart.rects[1::2], strict=False):
+        assert native.width / chosen.width == pytest.approx(layer.native_us / layer.chosen_us, rel=1e-6)
+    once, twice = measured.layers[:2]
+    ratio = chart.rects[2].width / chart.rects[0].width
+    assert ratio == pytest.approx(2 * twice.native_us / once.native_us, rel=1e-6)
     assert all(r.x + r.width <= charts.WIDTH for r in chart.rects)
 
 
