@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.convselect-ready
 CSRC := setup.py $(wildcard convselect/kernels/csrc/*)
 
-.PHONY: demo test lint bench dist setup install native clean
+.PHONY: demo test lint bench docs dist setup install native clean
 
 demo: $(READY)
 	$(BIN)/convselect demo
@@ -34,6 +34,10 @@ dist: $(READY)
 	$(BIN)/python .ci/check_dist.py
 
 setup: $(READY)
+
+# Fails on a broken link or anchor.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 # Edited C sources are only compiled; anything else installs anew.
 $(READY): pyproject.toml $(CSRC)
