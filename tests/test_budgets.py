@@ -173,6 +173,9 @@ def test_control_groups(tmp_path, monkeypatch, own, files, expected):
 
 
 def test_a_gpu_counts_what_the_caching_allocator_holds_free(monkeypatch):
+    if not torch.cuda.is_available():
+        assert _free_memory.free_bytes("cuda") is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (100, 1000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda *_: 70)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda *_: 20)

@@ -308,9 +308,9 @@ def test_the_kernel_is_used_where_it_fits(monkeypatch):
     used = []
     real = _library.call
 
-    def call(name, a, b, problem, before):
+    def call(name, a, b, problem, before, **parameters):
         used.append(before)
-        return real(name, a, b, problem, before)
+        return real(name, a, b, problem, before, **parameters)
 
     monkeypatch.setattr(_library, "call", call)
     taken = conv_problem(1, 8, 40, 40, 8, 9, 9, padding=4)
