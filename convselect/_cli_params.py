@@ -1,6 +1,7 @@
 """`convselect train-params` and `convselect evaluate-params`. Annotations are evaluated here, by typer."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -162,10 +163,11 @@ def _print(told: "Any") -> None:
             box=SIMPLE_HEAD,
             title=f"{algorithms}: {first['problems']:.0f} problems, held out; default {first['default']:.3f} of best",
         )
-        for name in ("method", *COLUMNS):
+        columns = [c for c in COLUMNS if c != "us" or c in first]
+        for name in ("method", *columns):
             table.add_column(name, justify="left" if name == "method" else "right")
         for name, figures in methods.items():
             table.add_row(
-                name, *(f"{figures[c]:.0f}" if c == "us" else f"{figures.get(c, float('nan')):.3f}" for c in COLUMNS)
+                name, *(f"{figures[c]:.0f}" if c == "us" else f"{figures.get(c, math.nan):.3f}" for c in columns)
             )
         console.print(table)

@@ -19,7 +19,7 @@ from convselect.kernels import BY_NAME
 from convselect.kernels._space import Parameter, Space
 from convselect.model import parameter_artifact
 from convselect.model.decoding import Decoder, beam_search
-from convselect.model.inference import ArtifactError
+from convselect.model.inference import ARTIFACTS, ArtifactError
 from convselect.model.parameter_artifact import NetworkCard, ParameterCard, ParameterPredictor, parameter_path, save
 from convselect.model.parameter_figures import best_fixed, figures, folds_of, held_out, judge, neighbour, per_token
 from convselect.model.parameter_training import train_parameters
@@ -38,7 +38,7 @@ from convselect.model.sequence import Recipe, SequenceNetwork, export, train
 from convselect.problem import conv_problem
 
 P = conv_problem(1, 16, 14, 14, 16, 3, 3, padding=1)
-QUICK = Recipe(width=12, encoder=12, steps=150)
+QUICK = Recipe(width=12, encoder=12, steps=150, learning_rate=4e-3)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def decoder(network, problem=P):
 def test_tokens_tell_problems_apart():
     ids, numbers = tokens(P, 0)
     assert ids.shape == numbers.shape == (len(FIELDS),)
-    assert 0 <= ids.min()
+    assert ids.min() >= 0
     assert ids.max() < VOCABULARY
     assert len(set(ids.tolist())) == len(FIELDS)  # no token belongs to two fields
     for field, value in (("C", 17), ("stride_h", 2), ("layout", "channels_last"), ("direction", "backward_data")):
@@ -415,10 +415,19 @@ def test_nothing_is_unpickled(file):
         ParameterPredictor.load(rewritten(file, **{"0/out": np.array([Evil()], dtype=object)}))
 
 
+@pytest.mark.parametrize("path", sorted(ARTIFACTS.glob("params-*.npz")), ids=lambda path: path.stem)
+def test_shipped_files_speak_for_algorithms_as_they_are(path):
+    card = ParameterPredictor.load(path).card
+    assert path == parameter_path(card.family)
+    said = [(network, name) for network in card.networks for name in network.algorithms]
+    assert all(BY_NAME[name].revision == network.revisions[name] for network, name in said)
+    assert any(network.gains(name) for network, name in said)  # otherwise it is dead weight
+
+
 # ---- at run time ------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def direct_examples():
     """Of the C kernel `direct`, with made-up times: large groups are slow."""
     direct, found = BY_NAME["direct"], []
@@ -434,11 +443,17 @@ def direct_examples():
     return found
 
 
+@pytest.fixture(scope="module")
+def direct_file(tmp_path_factory, direct_examples):
+    folder, recipe = tmp_path_factory.mktemp("params"), replace(QUICK, steps=80)
+    train_parameters(direct_examples, "cpu-run", folder, {"direct": BY_NAME["direct"].revision}, recipe, folds=2)
+    return parameter_path("cpu-run", folder).read_bytes()
+
+
 @pytest.fixture
-def at_run_time(tmp_path, monkeypatch, direct_examples):
-    recipe = replace(QUICK, steps=80)
-    train_parameters(direct_examples, "cpu-run", tmp_path, {"direct": BY_NAME["direct"].revision}, recipe, folds=2)
-    path = parameter_path("cpu-run", tmp_path)
+def at_run_time(tmp_path, monkeypatch, direct_file):
+    path = tmp_path / "params.npz"
+    path.write_bytes(direct_file)
     monkeypatch.setenv("CONVSELECT_PARAMS", str(path))
     _parameters.forget()
     yield path
@@ -458,7 +473,9 @@ def test_parameters_are_supplied_and_run(at_run_time, direct_examples, monkeypat
 
     monkeypatch.setattr(ParameterPredictor, "params_for", again)
     assert _parameters.params_for(p, direct) is params
-    assert _parameters.params_for(p, BY_NAME["native"]) is None  # which is caught, and said once
+    monkeypatch.setattr("convselect._warnings._given", set())
+    with pytest.warns(convselect.ConvselectWarning, match="no parameters of native"):  # whatever goes wrong
+        assert _parameters.params_for(p, BY_NAME["native"]) is None
 
 
 def test_off_missing_and_damaged_files_leave_the_defaults(at_run_time, direct_examples, monkeypatch):

@@ -2,9 +2,9 @@
 algorithms.
 
 No pickles: arrays named "<network>/<array>", and one JSON text, its `ParameterCard`. A network speaks for one
-signature (`parameters.Signature`). It says nothing of an algorithm whose parameters, their values or whose revision have
-changed since, of a problem outside of what was measured, and of an algorithm whose default did as well on held-out
-problems: those keep their defaults.
+signature (`parameters.Signature`). It says nothing of an algorithm whose parameters, their values or whose revision
+have changed since, of a problem outside of what was measured, and of an algorithm whose default did as well on
+held-out problems: those keep their defaults.
 """
 
 from __future__ import annotations
@@ -268,5 +268,5 @@ def save(path: str | os.PathLike[str], card: ParameterCard, networks: Sequence[M
 
 
 def finite(figures: Mapping[str, float]) -> dict[str, float]:
-    """Figures as JSON has them: without what is not a number."""
-    return {name: value for name, value in figures.items() if math.isfinite(value)}
+    """Figures as a card has them: only numbers, and no times, so that one recipe makes one file."""
+    return {name: value for name, value in figures.items() if name != "us" and math.isfinite(value)}

@@ -49,7 +49,7 @@ class Recipe:
     target: str = "ratio"
     programs: int = 6
     steps: int = 300
-    learning_rate: float = 4e-3
+    learning_rate: float = 1e-3
     weight_decay: float = 0.02
     dropout: float = 0.15
     token_dropout: float = 0.5
