@@ -3,10 +3,12 @@ against the scheduler, and how good the cost model is on programs it has not see
 
     python -m benchmarks.search replay benchmarks/results/programs-cpu-x86-avx512.csv.gz --out run.json
     python -m benchmarks.search record programs.csv.gz --network resnet50 --network unet --programs 250
+    python -m benchmarks.search record many.csv.gz --network layers.csv --each 16 --algorithm direct --minutes 20
 
-`record` measures the defaults of every algorithm and so many programs drawn at random per problem, each checked against
-float64 first, in turns with native. `replay` needs nothing but the file, so strategies compare on any machine: a search
-can only measure what was recorded, and a program that was not stands for the nearest that was.
+`record` measures the defaults of every algorithm and so many programs drawn at random per problem, or of each
+algorithm, each checked against float64 first, in turns with native. `replay` needs nothing but the file, so strategies
+compare on any machine: a search can only measure what was recorded, and a program that was not stands for the nearest
+that was.
 """
 
 from __future__ import annotations
@@ -22,11 +24,13 @@ import numpy as np
 import typer
 
 from convselect import timing
+from convselect.choose import NATIVE
 from convselect.tune.cost_model import CostModel, Quality, quality, throughput
-from convselect.tune.programs import Program
+from convselect.tune.programs import Program, Programs
 from convselect.tune.records import Recorded, read_recorded, write_recorded
 from convselect.tune.runner import Replay
 from convselect.tune.scheduler import Objective
+from convselect.tune.search import Search
 from convselect.tune.tuning import Tuning, problems_of, replayed
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
@@ -37,11 +41,40 @@ TOP = 30
 # ---- recording --------------------------------------------------------------------------------------------------
 
 
+class _Each(Search):
+    """So many programs of every algorithm. The first third is drawn as it is for every other problem, so that programs
+    can be compared between problems."""
+
+    def __init__(self, programs: Programs, seed: int, each: int) -> None:
+        super().__init__(programs, random.Random(f"{seed} {programs.problem}"))
+        self._left: list[Program] = []
+        for name in programs.tunable:
+            space, drawn = programs.spaces[name], {programs.default(name)}
+            assert space is not None
+            for source, count in ((random.Random(f"{seed} {name}"), 1 + each // 3), (self.source, 1 + each)):
+                for _ in range(8 * each):
+                    if len(drawn) < count:
+                        drawn.add(programs.made(name, space.sample(programs.problem, source)))
+            self._left += sorted(drawn - {programs.default(name)})
+        self.source.shuffle(self._left)
+
+    def _proposed(self, count: int) -> list[Program]:
+        proposed, self._left = self._left[:count], self._left[count:]
+        return proposed
+
+
 @app.command()
 def record(
     path: Path,
-    network: Annotated[list[str] | None, typer.Option(help="Of the built-in ones; default resnet50 and unet.")] = None,
+    network: Annotated[
+        list[str] | None,
+        typer.Option(help="Also lists of layers, as `convselect tune` does; default resnet50, unet."),
+    ] = None,
     programs: Annotated[int, typer.Option(help="Drawn per problem, besides the defaults.")] = 250,
+    each: Annotated[
+        int, typer.Option(help="Drawn per problem and algorithm instead; a third are the same for all.")
+    ] = 0,
+    algorithm: Annotated[list[str] | None, typer.Option(help="Only native's and these algorithms' programs.")] = None,
     problems: Annotated[int | None, typer.Option(help="Only so many per network, by calls x operations.")] = None,
     minutes: Annotated[float, typer.Option(help="No problem is begun after so long.")] = 15.0,
     rounds: Annotated[int, typer.Option(help="Timed calls of a program, of which the least counts.")] = 12,
@@ -51,7 +84,6 @@ def record(
     from convselect import _cli_tune, settings
     from convselect.kernels import BY_NAME
     from convselect.tune.runner import Live
-    from convselect.tune.search import Search
 
     wanted: dict[Any, dict[str, int]] = {}
     for name in network or ["resnet50", "unet"]:
@@ -64,19 +96,26 @@ def record(
     for one in found:
         for network_, count in wanted.pop(one.problem, {}).items():
             one.calls[network_] = count
+    revisions = {name: a.revision for name, a in BY_NAME.items()}
+    about = {"environment": timing.environment(), "revisions": revisions}
     # Begun in an order that leaves something of every kind when time runs out.
     prepared = problems_of(wanted.items(), settings.current())
     random.Random(seed).shuffle(prepared)
     for i, (of, calls, chosen) in enumerate(prepared):
         if deadline.passed:
             break
-        search = Search(of, random.Random(f"{seed} {i}"))
+        if algorithm:
+            of = Programs(
+                of.problem, {n: s for n, s in of.spaces.items() if n in (NATIVE, chosen.algorithm, *algorithm)}
+            )
+        search = _Each(of, seed, each) if each else Search(of, random.Random(f"{seed} {i}"))
         one = Recorded(of.problem, dict(calls), chosen=chosen)
         for name in of.tunable:
             space = of.spaces[name]
             assert space is not None
             one.kinds |= {(name, p.name): p.kind for p in space.parameters}
-        while len(one.measured) < programs and (proposed := search.propose(16)):
+        most = programs if not each else len(of.spaces) + each * len(of.tunable)
+        while len(one.measured) < most and (proposed := search.propose(16)):
             for measured in live.run(of.problem, proposed, chosen):
                 search.learn(measured.program, measured.time_us)
                 one.measured[measured.program] = measured
@@ -84,13 +123,15 @@ def record(
         best = search.best
         assert best is not None
         print(
-            f"{deadline.elapsed_s:5.0f} s  {of.problem}: {len(one.measured)} programs, {wrong} wrong; {chosen} "
+            f"{deadline.elapsed_s:5.0f} s  {i + 1}/{len(prepared)} {of.problem}: "
+            f"{len(one.measured)} programs, {wrong} wrong; {chosen} "
             f"{search.times_us[chosen]:.0f} us, best {best} {search.best_us:.0f} us",
             flush=True,
         )
         found.append(one)
-        revisions = {name: a.revision for name, a in BY_NAME.items()}
-        write_recorded(path, found, {"environment": timing.environment(), "revisions": revisions})
+        if i % 10 == 9:
+            write_recorded(path, found, about)
+    write_recorded(path, found, about)
 
 
 # ---- the cost model ---------------------------------------------------------------------------------------------

@@ -1,9 +1,15 @@
-"""Parameters of an automatically chosen algorithm where nobody tuned the problem: predicted, once per problem."""
+"""Parameters of an automatically chosen algorithm where nobody tuned the problem: predicted, once per problem.
+
+The networks are released with the Reformer (`convselect.unload`, or by themselves once nothing new is met); what they
+have said stays.
+"""
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +22,10 @@ if TYPE_CHECKING:
     from convselect.kernels import Algorithm
     from convselect.model.parameter_artifact import ParameterPredictor
 
+_lock = threading.Lock()
+_loaded: ParameterPredictor | None = None
+_none = False  # looked for, and there is none
+
 
 def params_for(problem: ConvProblem, algorithm: Algorithm) -> Mapping[str, int] | None:
     """A valid program of the algorithm on this problem, or None: its default. Remembered; never raises.
@@ -23,14 +33,16 @@ def params_for(problem: ConvProblem, algorithm: Algorithm) -> Mapping[str, int] 
     None for everything where `CONVSELECT_PARAMS` is `off`, or there is no file of this machine's family; a file that is
     damaged is one warning.
     """
-    predictor = _predictor()
-    if predictor is None:
+    if _none or problem.device != "cpu":
         return None
-    return _predicted(predictor, problem, algorithm)
+    return _predicted(problem, algorithm)
 
 
 @functools.lru_cache(maxsize=CACHE_ENTRIES)
-def _predicted(predictor: ParameterPredictor, problem: ConvProblem, algorithm: Algorithm) -> Mapping[str, int] | None:
+def _predicted(problem: ConvProblem, algorithm: Algorithm) -> Mapping[str, int] | None:
+    predictor = _predictor()
+    if predictor is None:
+        return None
     try:
         return predictor.params_for(problem, algorithm)
     except Exception as error:
@@ -52,8 +64,16 @@ def path_for_host() -> Path | None:
     return parameter_path(family_of_host(cpu_capability()))
 
 
-@functools.cache
 def _predictor() -> ParameterPredictor | None:
+    global _loaded, _none
+    with _lock:
+        if _loaded is None and not _none:
+            _loaded = _load()
+            _none = _loaded is None
+        return _loaded
+
+
+def _load() -> ParameterPredictor | None:
     from convselect.model.inference import ArtifactError
 
     path = path_for_host()
@@ -68,7 +88,29 @@ def _predictor() -> ParameterPredictor | None:
         return None
 
 
+def digest() -> str | None:
+    """Of the file in use; None where there is none. Ranks that differ in it differ in their last digits."""
+    path = path_for_host()
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path is not None and path.exists() else None
+
+
+def unload() -> None:
+    """Release the networks. What they have said stays."""
+    global _loaded
+    _loaded = None
+
+
 def forget() -> None:
     """Look for the file again, and predict anew."""
-    _predictor.cache_clear()
+    global _loaded, _none
+    _loaded, _none = None, False
     _predicted.cache_clear()
+
+
+def _renew_lock() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)

@@ -44,7 +44,7 @@ ALLOWED = {
     },
     # rows, as the collector writes them and training reads them
     "store": {"_store_choices", "_store_file", "model", "problem"},
-    "_predictor": {"model", "store", "_warnings"},
+    "_predictor": {"_parameters", "model", "store", "_warnings"},
     "calibrate": {"_predictor", "choose", "kernels", "model", "problem", "timing"},
     "_parameters": {"_warnings", "kernels", "model", "problem", "settings"},  # _execution
     "_aten_strides": {"_autograd", "kernels", "problem"},  # dispatch
@@ -80,6 +80,7 @@ ALLOWED = {
         "_log",
         "_lru",
         "_measure",
+        "_parameters",
         "_predictor",
         "_remembered",
         "_verify",
@@ -105,6 +106,7 @@ ALLOWED = {
     "_traced": {"_autograd", "_calls", "_execution", "choose", "kernels", "ops", "problem", "settings"},  # dispatch
     "dispatch": {
         "_aten_strides",
+        "_parameters",
         "_autograd",
         "_calls",
         "_execution",
@@ -119,7 +121,7 @@ ALLOWED = {
     },
     "functional": {"dispatch"},
     "enabled": {"_traced", "functional", "settings"},
-    "distributed": {"_predictor", "_remembered", "_warnings", "dispatch", "kernels", "settings"},
+    "distributed": {"_parameters", "_predictor", "_remembered", "_warnings", "dispatch", "kernels", "settings"},
     "layer": {"dispatch"},
     "convert": {"dispatch", "layer"},
     "_freeze_trace": {"layer", "settings"},  # freeze

@@ -5,28 +5,22 @@ from __future__ import annotations
 import io
 import json
 import math
-import warnings
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-import convselect
 from benchmarks.parameters import made_up, made_up_space
-from convselect import _parameters
 from convselect.kernels import BY_NAME
 from convselect.kernels._space import Parameter, Space
-from convselect.model import parameter_artifact
 from convselect.model.decoding import Decoder, beam_search
 from convselect.model.inference import ARTIFACTS, ArtifactError
 from convselect.model.parameter_artifact import NetworkCard, ParameterCard, ParameterPredictor, parameter_path, save
 from convselect.model.parameter_figures import best_fixed, figures, folds_of, held_out, judge, neighbour, per_token
-from convselect.model.parameter_training import train_parameters
 from convselect.model.parameters import (
     FIELDS,
     VOCABULARY,
-    Example,
     Signature,
     coverage,
     covered,
@@ -422,110 +416,3 @@ def test_shipped_files_speak_for_algorithms_as_they_are(path):
     said = [(network, name) for network in card.networks for name in network.algorithms]
     assert all(BY_NAME[name].revision == network.revisions[name] for network, name in said)
     assert any(network.gains(name) for network, name in said)  # otherwise it is dead weight
-
-
-# ---- at run time ------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def direct_examples():
-    """Of the C kernel `direct`, with made-up times: large groups are slow."""
-    direct, found = BY_NAME["direct"], []
-    for c, k, side in ((16, 32, 14), (32, 64, 28), (64, 64, 14), (64, 128, 28), (128, 128, 14), (96, 64, 20)):
-        for kernel in (1, 3):
-            p = conv_problem(1, c, side, side, k, kernel, kernel, padding=kernel // 2)
-            if direct.why_not(p) is not None:
-                pytest.skip("the C kernels are not there")
-            space = direct.space(p)
-            one = example(p, "direct", space, [(v, 100.0 + 9 * v["group"] + v["order"]) for v in space.programs(p)])
-            assert isinstance(one, Example)
-            found.append(one)
-    return found
-
-
-@pytest.fixture(scope="module")
-def direct_file(tmp_path_factory, direct_examples):
-    folder, recipe = tmp_path_factory.mktemp("params"), replace(QUICK, steps=80)
-    train_parameters(direct_examples, "cpu-run", folder, {"direct": BY_NAME["direct"].revision}, recipe, folds=2)
-    return parameter_path("cpu-run", folder).read_bytes()
-
-
-@pytest.fixture
-def at_run_time(tmp_path, monkeypatch, direct_file):
-    path = tmp_path / "params.npz"
-    path.write_bytes(direct_file)
-    monkeypatch.setenv("CONVSELECT_PARAMS", str(path))
-    _parameters.forget()
-    yield path
-    _parameters.forget()
-
-
-def test_parameters_are_supplied_and_run(at_run_time, direct_examples, monkeypatch):
-    direct, p = BY_NAME["direct"], direct_examples[3].problem
-    params = _parameters.params_for(p, direct)
-    assert params["group"] < direct.space(p).default(p)["group"]
-    x, weight = torch.randn(p.x_shape), torch.randn(p.weight_shape)
-    found = direct.run_checked(x, weight, p, params)
-    torch.testing.assert_close(found, torch.conv2d(x, weight, padding=p.pad_top), rtol=1e-4, atol=1e-3)
-
-    def again(*_):
-        raise AssertionError("a remembered answer was asked for again")
-
-    monkeypatch.setattr(ParameterPredictor, "params_for", again)
-    assert _parameters.params_for(p, direct) is params
-    monkeypatch.setattr("convselect._warnings._given", set())
-    with pytest.warns(convselect.ConvselectWarning, match="no parameters of native"):  # whatever goes wrong
-        assert _parameters.params_for(p, BY_NAME["native"]) is None
-
-
-def test_off_missing_and_damaged_files_leave_the_defaults(at_run_time, direct_examples, monkeypatch):
-    direct, p = BY_NAME["direct"], direct_examples[3].problem
-    monkeypatch.setenv("CONVSELECT_PARAMS", "off")
-    _parameters.forget()
-    assert _parameters.params_for(p, direct) is None
-    monkeypatch.delenv("CONVSELECT_PARAMS")
-    monkeypatch.setattr(parameter_artifact, "parameter_path", lambda family: at_run_time.with_name("missing.npz"))
-    _parameters.forget()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert _parameters.params_for(p, direct) is None  # none is promised for every machine
-    at_run_time.write_bytes(at_run_time.read_bytes()[:999])
-    monkeypatch.setenv("CONVSELECT_PARAMS", str(at_run_time))
-    monkeypatch.setattr("convselect._warnings._given", set())
-    _parameters.forget()
-    with pytest.warns(convselect.ConvselectWarning, match="default parameters"):
-        assert _parameters.params_for(p, direct) is None
-
-
-def test_commands(tmp_path, direct_examples):
-    from typer.testing import CliRunner
-
-    from convselect.cli import _app
-    from convselect.tune.programs import Program
-    from convselect.tune.records import Measured, Recorded, write_recorded
-
-    recorded = []
-    for one in direct_examples:
-        measured = {}
-        for sequence, time_us in one.times_us.items():
-            program = Program("direct", tuple(one.signature.decode(sequence).items()))
-            measured[program] = Measured(program, "ok", time_us)
-        recorded.append(Recorded(one.problem, {"net": 1}, measured))
-    path = tmp_path / "programs.csv.gz"
-    write_recorded(path, recorded, {"revisions": {"direct": BY_NAME["direct"].revision}})
-    runner = CliRunner()
-    out = runner.invoke(
-        _app(),
-        ["train-params", str(path), "--family", "cpu-x", "--out", str(tmp_path), "--steps", "40", "--folds", "2"],
-    )
-    assert out.exit_code == 0, out.output
-    assert "direct: predicted" in out.output or "direct: keeps its default" in out.output
-    card = ParameterPredictor.load(parameter_path("cpu-x", tmp_path)).card
-    assert (card.networks[0].algorithms, card.data["problems"]) == (("direct",), 12)
-    # Times of an older revision do not speak.
-    write_recorded(path, recorded, {"revisions": {"direct": 0}})
-    out = runner.invoke(_app(), ["evaluate-params", str(path)])
-    assert out.exit_code == 2
-    assert "there is no algorithm with parameters" in out.output
-    out = runner.invoke(_app(), ["evaluate-params", str(path), "--target", "worst"])
-    assert out.exit_code == 2
