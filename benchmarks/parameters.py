@@ -2,10 +2,14 @@
 
     python -m benchmarks.parameters benchmarks/results/programs-cpu-x86-avx512.csv.gz --out run.json
     python -m benchmarks.parameters --synthetic 150
+    python -m benchmarks.parameters programs.csv.gz --live 40 --out run.json
 
 In the made-up space what is best depends on sizes against registers and caches, hardware limits forbid a part of it,
 and every program has a time, so that a prediction is never judged by a neighbour's. Latency is that of a loaded file's
 `params_for`, with the questions to the space, on problems that it was not asked about before.
+
+`--live` measures predictions of held-out problems here, in turns with the defaults and with the best program on record,
+which is measured again: the best of many measurements was partly luck.
 """
 
 from __future__ import annotations
@@ -25,10 +29,13 @@ from convselect._cli_params import _print, examples
 from convselect.kernels import BY_NAME
 from convselect.kernels._space import STRUCTURE, Parameter, Rule, Space, Values
 from convselect.model.parameter_artifact import ParameterPredictor, parameter_path
-from convselect.model.parameter_training import evaluated, train_parameters
+from convselect.model.parameter_figures import Predicted, best_fixed, neighbour
+from convselect.model.parameter_training import WIDTH, evaluated, train_parameters, usable
 from convselect.model.parameters import Example, example
-from convselect.model.sequence import Recipe
+from convselect.model.sequence import Recipe, export, train
 from convselect.problem import ConvProblem, conv_problem
+from convselect.tune.programs import Program
+from convselect.tune.runner import Live
 
 app = typer.Typer(add_completion=False)
 L1_BYTES, L2_BYTES = 32 * 2**10, 2**20
@@ -90,6 +97,65 @@ def made_up(count: int, seed: int = 0, noise: float = 0.01) -> list[Example]:
     return list(found.values())
 
 
+# ---- measured anew ----------------------------------------------------------------------------------------------
+
+
+def live(of: list[Example], recipe: Recipe, count: int, most: float = 0.25) -> dict[str, dict[str, float]]:
+    """Predictions measured here, for so many problems, a share of `most` at a time being held out of training.
+
+    Returns: algorithm -> `examples`; geometric means over them of the default's time over: the prediction's (`gain`,
+        `gain_low` two standard errors below), the one fixed program's (`best_fixed`), the nearest neighbour's and the
+        best recorded program's (`tuned`); `of_tuned`, the tuned time over the prediction's; `slower`, the share of
+        predictions more than 2 % slower than the default; `native`, native's time over the default's.
+    """
+    runner, found = Live(), {}
+    for signature, examples_ in usable(of).items():
+        algorithms = sorted({one.algorithm for one in examples_})
+        problems = list(dict.fromkeys(one.problem for one in examples_))
+        random.Random(recipe.seed).shuffle(problems)
+        asked = problems[:count]
+        size = max(1, math.ceil(most * len(problems)))
+        for begin in range(0, len(asked), size):
+            held = set(asked[begin : begin + size])
+            known = [one for one in examples_ if one.problem not in held]
+            arrays = export(train(known, algorithms, recipe))
+            methods: dict[str, Any] = {
+                "gain": Predicted(arrays, algorithms, signature, WIDTH, True),
+                "best_fixed": best_fixed(known),
+                "neighbour": neighbour(known),
+                "tuned": lambda one: one.best,
+            }
+            for one in examples_:
+                if one.problem in held:
+                    ratios = _measured(runner, one, methods)
+                    print(one.algorithm, one.problem, {k: round(math.exp(v), 3) for k, v in ratios.items()}, flush=True)
+                    found.setdefault(one.algorithm, []).append(ratios)
+    return {name: _summary(rows) for name, rows in sorted(found.items())}
+
+
+def _measured(runner: Live, one: Example, methods: dict[str, Any]) -> dict[str, float]:
+    """Logarithms of the default's time over each method's."""
+
+    def program(sequence: Any) -> Program:
+        return Program(one.algorithm, tuple(one.signature.decode(sequence).items()))
+
+    default, native = program(one.default), Program("native")
+    said = {name: program(method(one) or one.default) for name, method in methods.items()}
+    times = runner.compare(one.problem, (default, native, *said.values()), 40, 1.5)
+    found = {name: math.log(timing.ratio(times[default], times[p]).median) for name, p in said.items()}
+    return {**found, "native": math.log(timing.ratio(times[native], times[default]).median)}
+
+
+def _summary(rows: list[dict[str, float]]) -> dict[str, float]:
+    told = {name: math.exp(statistics.fmean(row[name] for row in rows)) for name in rows[0]}
+    gains = [row["gain"] for row in rows]
+    error = statistics.stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else math.inf
+    told["gain_low"] = math.exp(statistics.fmean(gains) - 2 * error)
+    told["of_tuned"] = told["gain"] / told["tuned"]
+    told["slower"] = sum(gain < -math.log(1.02) for gain in gains) / len(gains)
+    return {"examples": len(rows), **{name: round(value, 4) for name, value in told.items()}}
+
+
 # ---- latency ----------------------------------------------------------------------------------------------------
 
 
@@ -121,6 +187,9 @@ def main(
     target: Annotated[str, typer.Option(help="best, near or ratio.")] = "ratio",
     steps: int = Recipe().steps,
     seed: int = 0,
+    live_problems: Annotated[
+        int, typer.Option("--live", help="So many held-out problems of each network are measured here.")
+    ] = 0,
     out: Annotated[Path | None, typer.Option(help="Write the figures as JSON.")] = None,
 ) -> None:
     """Cross-validate every method by problem, and time predictions."""
@@ -137,6 +206,9 @@ def main(
         told["files"] = [path.name for path in files]
         told["figures"] = evaluated(of, recipe)
         _print(told["figures"])
+        if live_problems:
+            told["live"] = live(of, recipe, live_problems)
+            print(json.dumps(told["live"], indent=1))
         told["latency_us"] = latency_us(of, seed)
         print(told["latency_us"])
     if out is not None:
