@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.convselect-ready
 CSRC := setup.py $(wildcard convselect/kernels/csrc/*)
 
-.PHONY: demo test lint bench setup install native clean
+.PHONY: demo test lint bench docs setup install native clean
 
 demo: $(READY)
 	$(BIN)/convselect demo
@@ -28,6 +28,10 @@ bench: $(READY)
 	$(BIN)/python -m pytest benchmarks --benchmark-only --benchmark-enable
 
 setup: $(READY)
+
+# Fails on a broken link or anchor.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 # Edited C sources are only compiled; anything else installs anew.
 $(READY): pyproject.toml $(CSRC)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -22,6 +22,7 @@ from convselect import _predictor, dispatch, settings, timing
 from convselect._reasons import times
 from convselect.choose import NATIVE, refusal
 from convselect.kernels import ALL, BY_NAME, Algorithm, NotApplicable
+from convselect.kernels._contract import Params
 from convselect.model import measure
 from convselect.problem import CHANNELS_LAST, CONTIGUOUS, TORCH_DTYPES, ConvProblem, Direction, conv_problem
 
@@ -177,11 +178,13 @@ def to_json(results: Sequence[Result]) -> str:
 # ---- measuring --------------------------------------------------------------------------------------------------
 
 
-def bench(problem: ConvProblem, seconds: float = 2.0) -> Result:
-    """Check and time every algorithm that applies, on `problem.threads` threads.
+def bench(problem: ConvProblem, seconds: float = 2.0, *, only: Collection[str] | None = None) -> Result:
+    """Check and time every algorithm that applies, on `problem.threads` threads. What would be chosen runs with the
+    parameters it would have, the others with their defaults.
 
     Args:
         seconds: about how long the timing takes; checking, and two rounds at least, come on top.
+        only: of algorithms that apply, only these and native.
 
     Raises:
         ValueError: a policy in force that names no algorithm, or a GPU's problem where there is none.
@@ -195,6 +198,8 @@ def bench(problem: ConvProblem, seconds: float = 2.0) -> Result:
     prediction = None if predictor is None else predictor.predict(problem)
     a, b = (t.to(problem.device) for t in measure.operands(problem))
     left_out, pool = _pool(problem, used.workspace_bytes)
+    if only is not None:
+        pool = [algorithm for algorithm in pool if algorithm.name == NATIVE or algorithm.name in only]
     calls: dict[str, Callable[[], object]] = {}
     found: dict[str, Row] = {}
     with torch.no_grad(), _threads(problem):
@@ -203,9 +208,10 @@ def bench(problem: ConvProblem, seconds: float = 2.0) -> Result:
         plain = native.run(a, b, problem).is_contiguous()
         for algorithm in pool:
             name = algorithm.name
-            row = _checked(algorithm, a, b, problem, want)
+            params = choice.params if name == choice.algorithm else None
+            row = _checked(algorithm, a, b, problem, want, params)
             if row.verdict == "ok":
-                calls[name] = _call(algorithm, a, b, problem, plain)
+                calls[name] = _call(algorithm, a, b, problem, plain, params)
             gain = None
             if prediction is not None and name in prediction.ranked:
                 gain = math.exp(prediction.log_gain(name))
@@ -249,9 +255,9 @@ def _threads(problem: ConvProblem) -> Iterator[None]:
             yield
 
 
-def _checked(algorithm: Algorithm, a: Tensor, b: Tensor, problem: ConvProblem, want: Tensor) -> Row:
+def _checked(algorithm: Algorithm, a: Tensor, b: Tensor, problem: ConvProblem, want: Tensor, params: Params) -> Row:
     try:
-        got = algorithm.run(a, b, problem)
+        got = algorithm.run(a, b, problem, params)
     except Exception as raised:
         return Row(algorithm.name, None, f"{type(raised).__name__}: {raised}")
     if got.shape != want.shape or got.dtype != problem.torch_dtype:
@@ -264,11 +270,13 @@ def _checked(algorithm: Algorithm, a: Tensor, b: Tensor, problem: ConvProblem, w
     return Row(algorithm.name, error, "ok" if error <= bound else "wrong")
 
 
-def _call(algorithm: Algorithm, a: Tensor, b: Tensor, problem: ConvProblem, plain: bool) -> Callable[[], object]:
+def _call(
+    algorithm: Algorithm, a: Tensor, b: Tensor, problem: ConvProblem, plain: bool, params: Params
+) -> Callable[[], object]:
     format = torch.contiguous_format if plain else torch.channels_last
 
     def call() -> object:
-        result = algorithm.run_checked(a, b, problem)
+        result = algorithm.run_checked(a, b, problem, params)
         return None if result is None else result.contiguous(memory_format=format)
 
     return call

@@ -12,6 +12,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from convselect import bench, dispatch, settings
+from convselect.choose import Choice
 from convselect.explain import short
 from convselect.kernels import BY_NAME, NotApplicable
 from convselect.problem import ConvProblem, Direction, conv_problem
@@ -147,3 +148,27 @@ def test_no_gpu_is_said(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="no device 'cuda'"):
         bench.bench(SMALL._replace(device="cuda"))
+
+
+def test_a_tuned_choice_runs_as_tuned(monkeypatch):
+    tuned = {"tile": 1}
+    monkeypatch.setattr(dispatch, "choice_for", lambda problem, used: Choice("winograd4", "store", tuned, 2.0))
+    given = {}
+    for name in ("winograd4", "winograd2"):
+        algorithm = BY_NAME[name]
+
+        def run(a, b, problem, params=None, bias=None, name=name):
+            given.setdefault(name, []).append(params)
+            return BY_NAME["native"].run(a, b, problem)
+
+        monkeypatch.setattr(algorithm, "run", run)
+        monkeypatch.setattr(algorithm, "run_checked", run)
+    bench.bench(SMALL, 0.01)
+    assert given["winograd4"] == [tuned] * len(given["winograd4"])
+    assert given["winograd2"] == [None] * len(given["winograd2"])
+
+
+def test_only_some_are_timed(monkeypatch):
+    use_fake(monkeypatch, "winograd4")
+    result = bench.bench(SMALL, 0.01, only={"winograd4", "depthwise"})
+    assert {row.algorithm for row in result.rows} == {"native", "winograd4"}  # the other does not apply
