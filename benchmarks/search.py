@@ -3,10 +3,12 @@ against the scheduler, and how good the cost model is on programs it has not see
 
     python -m benchmarks.search replay benchmarks/results/programs-cpu-x86-avx512.csv.gz --out run.json
     python -m benchmarks.search record programs.csv.gz --network resnet50 --network unet --programs 250
+    python -m benchmarks.search record many.csv.gz --network layers.csv --each 16 --algorithm direct --minutes 20
 
-`record` measures the defaults of every algorithm and so many programs drawn at random per problem, each checked against
-float64 first, in turns with native. `replay` needs nothing but the file, so strategies compare on any machine: a search
-can only measure what was recorded, and a program that was not stands for the nearest that was.
+`record` measures the defaults of every algorithm and so many programs drawn at random per problem, or of each
+algorithm, each checked against float64 first, in turns with native. `replay` needs nothing but the file, so strategies
+compare on any machine: a search can only measure what was recorded, and a program that was not stands for the nearest
+that was.
 """
 
 from __future__ import annotations
@@ -22,11 +24,13 @@ import numpy as np
 import typer
 
 from convselect import timing
+from convselect.choose import NATIVE
 from convselect.tune.cost_model import CostModel, Quality, quality, throughput
-from convselect.tune.programs import Program
+from convselect.tune.programs import Program, Programs
 from convselect.tune.records import Recorded, read_recorded, write_recorded
 from convselect.tune.runner import Replay
 from convselect.tune.scheduler import Objective
+from convselect.tune.search import Search
 from convselect.tune.tuning import Tuning, problems_of, replayed
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
@@ -37,11 +41,41 @@ TOP = 30
 # ---- recording --------------------------------------------------------------------------------------------------
 
 
+class _Each(Search):
+    """So many programs of every algorithm, each algorithm's in a batch of its own with its default: beside other
+    neighbours a default may take 5 % more, and whatever is compared with it seems to gain. The first third is drawn as
+    for every other problem, so that programs can be compared between problems."""
+
+    def __init__(self, programs: Programs, seed: int, each: int) -> None:
+        super().__init__(programs, random.Random(f"{seed} {programs.problem}"))
+        fixed = [programs.default(name) for name in programs.spaces if name not in programs.tunable]
+        self._batches = [fixed] if fixed else []
+        for name in programs.tunable:
+            space, default = programs.spaces[name], programs.default(name)
+            assert space is not None
+            drawn: dict[Program, None] = {default: None}  # in this order
+            for source, count in ((random.Random(f"{seed} {name}"), 1 + each // 3), (self.source, 1 + each)):
+                for _ in range(8 * each):
+                    if len(drawn) < count:
+                        drawn[programs.made(name, space.sample(programs.problem, source))] = None
+            self._batches.append(list(drawn))
+
+    def propose(self, count: int) -> list[Program]:
+        return self._batches.pop(0) if self._batches else []
+
+
 @app.command()
 def record(
     path: Path,
-    network: Annotated[list[str] | None, typer.Option(help="Of the built-in ones; default resnet50 and unet.")] = None,
+    network: Annotated[
+        list[str] | None,
+        typer.Option(help="Also lists of layers, as `convselect tune` does; default resnet50, unet."),
+    ] = None,
     programs: Annotated[int, typer.Option(help="Drawn per problem, besides the defaults.")] = 250,
+    each: Annotated[
+        int, typer.Option(help="Drawn per problem and algorithm instead; a third are the same for all.")
+    ] = 0,
+    algorithm: Annotated[list[str] | None, typer.Option(help="Only native's and these algorithms' programs.")] = None,
     problems: Annotated[int | None, typer.Option(help="Only so many per network, by calls x operations.")] = None,
     minutes: Annotated[float, typer.Option(help="No problem is begun after so long.")] = 15.0,
     rounds: Annotated[int, typer.Option(help="Timed calls of a program, of which the least counts.")] = 12,
@@ -51,46 +85,57 @@ def record(
     from convselect import _cli_tune, settings
     from convselect.kernels import BY_NAME
     from convselect.tune.runner import Live
-    from convselect.tune.search import Search
 
     wanted: dict[Any, dict[str, int]] = {}
     for name in network or ["resnet50", "unet"]:
         own = _cli_tune.problems([name], None, "forward", 1)
         heaviest = sorted(own, key=lambda p: -sum(own[p].values()) * p.flops)[:problems]
         for problem in heaviest:
-            wanted.setdefault(problem, {}).update(own[problem])
+            # Each layer of a list is a network there; in the file all of them are the list.
+            own_calls = {Path(name).stem if " " in network_ else network_: n for network_, n in own[problem].items()}
+            wanted.setdefault(problem, {}).update(own_calls)
     deadline, live = timing.Deadline(60 * minutes), Live(rounds=rounds)
     found = read_recorded(path) if path.exists() else []
     for one in found:
         for network_, count in wanted.pop(one.problem, {}).items():
             one.calls[network_] = count
+    revisions = {name: a.revision for name, a in BY_NAME.items()}
+    about = {"environment": timing.environment(), "revisions": revisions}
     # Begun in an order that leaves something of every kind when time runs out.
     prepared = problems_of(wanted.items(), settings.current())
     random.Random(seed).shuffle(prepared)
     for i, (of, calls, chosen) in enumerate(prepared):
         if deadline.passed:
             break
-        search = Search(of, random.Random(f"{seed} {i}"))
+        if algorithm:
+            of = Programs(
+                of.problem, {n: s for n, s in of.spaces.items() if n in (NATIVE, chosen.algorithm, *algorithm)}
+            )
+        search = _Each(of, seed, each) if each else Search(of, random.Random(f"{seed} {i}"))
         one = Recorded(of.problem, dict(calls), chosen=chosen)
         for name in of.tunable:
             space = of.spaces[name]
             assert space is not None
             one.kinds |= {(name, p.name): p.kind for p in space.parameters}
-        while len(one.measured) < programs and (proposed := search.propose(16)):
+        most = math.inf if each else programs
+        while len(one.measured) < most and (proposed := search.propose(16)):
             for measured in live.run(of.problem, proposed, chosen):
                 search.learn(measured.program, measured.time_us)
                 one.measured[measured.program] = measured
         wrong = sum(m.time_us is None for m in one.measured.values())
         best = search.best
-        assert best is not None
+        if best is None:
+            continue  # nothing to decide
         print(
-            f"{deadline.elapsed_s:5.0f} s  {of.problem}: {len(one.measured)} programs, {wrong} wrong; {chosen} "
-            f"{search.times_us[chosen]:.0f} us, best {best} {search.best_us:.0f} us",
+            f"{deadline.elapsed_s:5.0f} s  {i + 1}/{len(prepared)} {of.problem}: "
+            f"{len(one.measured)} programs, {wrong} wrong; {chosen}, "
+            f"best {best} {search.best_us:.0f} us",
             flush=True,
         )
         found.append(one)
-        revisions = {name: a.revision for name, a in BY_NAME.items()}
-        write_recorded(path, found, {"environment": timing.environment(), "revisions": revisions})
+        if i % 10 == 9:
+            write_recorded(path, found, about)
+    write_recorded(path, found, about)
 
 
 # ---- the cost model ---------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from convselect import _batch, _log, _measure, _predictor, _remembered, _verify
+from convselect import _batch, _log, _measure, _parameters, _predictor, _remembered, _verify
 from convselect._aten_strides import with_strides
 from convselect._lru import LRU, Entry
 from convselect._verify import OnTrial, is_out_of_memory
@@ -79,6 +79,8 @@ def _entry_for(problem: ConvProblem, settings: Settings) -> Choice | OnTrial:
         store=None if problem.deterministic else lambda p: _stored(p, settings),
         predictor=None if prediction is None else _Said(prediction),
     )
+    if choice.source == "model" and choice.algorithm != NATIVE:
+        choice = replace(choice, params=_predicted_params(choice.algorithm, problem, settings))
     if alone:
         choice = replace(choice, alone=settings)
     if settings.policy != "measure" or choice.source == "store":
@@ -89,7 +91,10 @@ def _entry_for(problem: ConvProblem, settings: Settings) -> Choice | OnTrial:
         if settings.policy == "verify" and choice.source != "store" and prediction is not None:
             candidates = nominees(problem, BY_NAME, settings, prediction)
         if candidates or (settings.audit and choice.algorithm != NATIVE):
-            found = OnTrial(problem, choice, candidates, audit=settings.audit, on_settled=_Keeper(problem, settings))
+            found = OnTrial(
+                problem, choice, candidates, audit=settings.audit, on_settled=_Keeper(problem, settings),
+                params_of=lambda name: _predicted_params(name, problem, settings),
+            )  # fmt: skip
             found.lasting = not choice.passing
     already = choices.entries.get(key)
     if already is not None:  # by another thread, which may have begun a trial
@@ -134,6 +139,27 @@ def _may_be(algorithm: Algorithm, problem: ConvProblem, params: Mapping[str, Any
     return bool(workspace_bytes(problem, params) <= settings.workspace_bytes)
 
 
+def _predicted_params(name: str, problem: ConvProblem, settings: Settings) -> Mapping[str, int] | None:
+    """What the parameter networks say, within the memory that is allowed; None: the algorithm's default."""
+    algorithm = BY_NAME[name]
+    params = _parameters.params_for(problem, algorithm)
+    if params is None:
+        return None
+    workspace_bytes: Any = algorithm.workspace_bytes
+    return params if workspace_bytes(problem, params) <= settings.workspace_bytes else None
+
+
+def params_of(name: str, problem: ConvProblem, settings: Settings) -> Mapping[str, Any] | None:
+    """Parameters of an algorithm that a graph names: those it was tuned or tried with on this machine, otherwise
+    predicted ones; None: its default."""
+    if not settings.chooses or settings.batch_invariant:
+        return None
+    stored = None if problem.deterministic else _stored(problem, settings)
+    if stored is not None and stored.algorithm == name:
+        return stored.params
+    return _predicted_params(name, problem, settings)
+
+
 class _Keeper:
     """Keeps what a trial found: in memory, and on disk unless it was for the moment only."""
 
@@ -166,12 +192,10 @@ def execute(
     """Run the chosen algorithm on its operands. The automatic choice falls back to native; a forced one raises."""
     _predictor.tick()
     if isinstance(choice, OnTrial):
-        given = choice.provisional  # tuned parameters are its own, and nobody else's
-        params = given.params
+        given = choice
 
         def run(name: str) -> Tensor | None:
-            own = params if name == given.algorithm else None
-            found = without_autocast(BY_NAME[name].run_checked, a, b, problem, own, bias)
+            found = without_autocast(BY_NAME[name].run_checked, a, b, problem, given.params_of(name), bias)
             return None if found is None else with_strides(found, strides)
 
         return choice.run(run, a.device)

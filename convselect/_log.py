@@ -81,7 +81,8 @@ def chosen(problem: ConvProblem, choice: Choice, settings: Settings) -> None:
     if not logger.isEnabledFor(logging.INFO):
         return
     gain = "" if choice.predicted_gain is None else f", gain {choice.predicted_gain:.2f}"
-    logger.info("%s from %s%s: %s", choice.algorithm, choice.source, gain, reproduce(problem, settings))
+    params = "".join(f" {name}={value}" for name, value in (choice.params or {}).items())
+    logger.info("%s%s from %s%s: %s", choice.algorithm, params, choice.source, gain, reproduce(problem, settings))
     if logger.isEnabledFor(logging.DEBUG):
         from convselect import _predictor
         from convselect._reasons import reasons

@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from convselect import _parameters
 from convselect._warnings import warn_once
 
 if TYPE_CHECKING:
@@ -186,6 +187,7 @@ def unload() -> None:
     with _lock:
         _loaded, _failed = None, False
         _of_gpu.clear()
+    _parameters.unload()
 
 
 def give(predictor: Predictor | None) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from convselect import settings as _settings
 from convselect._aten_strides import result_strides
 from convselect._calls import problem_of, valid
-from convselect._execution import choice_for, execute
+from convselect._execution import choice_for, execute, params_of
 from convselect._lru import LRU, Entry
 from convselect._warnings import warn_once
 from convselect.choose import NATIVE, Choice, forced
@@ -158,7 +158,7 @@ def _choice(problem: ConvProblem, algorithm: str, settings: Settings) -> Choice:
     known = BY_NAME.get(algorithm)
     reason = "there is no such algorithm here" if known is None else known.why_not(problem)
     if reason is None:
-        return Choice(algorithm, "memory")
+        return Choice(algorithm, "memory", params_of(algorithm, problem, settings))
     warn_once(f"graph:{algorithm}", f"convselect: a graph asks for {algorithm}, but {reason}; native runs instead.")
     return Choice(NATIVE, "fallback")
 

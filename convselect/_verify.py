@@ -14,7 +14,7 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,6 +52,7 @@ class OnTrial:
         candidates: for a trial; empty: `provisional` is settled, and only watched.
         audit: one call in so many is timed against native once it is settled; 0: none.
         on_settled: called once with (choice, outcome, lasting), and again where an audit gives the choice up.
+        params_of: algorithm -> its parameters, for candidates other than `provisional`'s.
     """
 
     algorithm = ""
@@ -61,8 +62,8 @@ class OnTrial:
     alone = None
 
     __slots__ = (
-        "_audit", "_calls", "_disturbed", "_forks", "_gains", "_lock", "_native_us", "_on_settled", "_pending",
-        "choice", "final", "lasting", "problem", "provisional", "trial",
+        "_audit", "_calls", "_disturbed", "_forks", "_gains", "_lock", "_native_us", "_on_settled", "_params_of",
+        "_pending", "choice", "final", "lasting", "problem", "provisional", "trial",
     )  # fmt: skip
 
     def __init__(
@@ -73,6 +74,7 @@ class OnTrial:
         *,
         audit: int = 0,
         on_settled: Callable[[Choice, Outcome, bool], None] | None = None,
+        params_of: Callable[[str], Mapping[str, Any] | None] | None = None,
     ) -> None:
         self.problem = problem
         self.provisional = provisional
@@ -87,6 +89,7 @@ class OnTrial:
         self.trial = Trial(candidates, cost_us=PLAN_COST_US[problem.direction], seed=seed)
         self._audit = audit
         self._on_settled = on_settled
+        self._params_of = params_of
         self._lock = threading.Lock()
         self._forks = _forks
         self._pending: tuple[str, Any, Any, Any, Tensor | None] | None = None
@@ -103,6 +106,12 @@ class OnTrial:
     def probability(self) -> float | None:
         return self.provisional.probability
 
+    def params_of(self, name: str) -> Mapping[str, Any] | None:
+        """Parameters that an algorithm runs with here; None: its default. Tuned ones are of what was tuned."""
+        if name == self.provisional.algorithm:
+            return self.provisional.params
+        return None if self._params_of is None or name == NATIVE else self._params_of(name)
+
     def run(self, run: Run, device: torch.device) -> Tensor:
         """The call at hand, by whoever's turn it is."""
         if self._forks != _forks:  # another thread of the parent may have held it
@@ -113,7 +122,7 @@ class OnTrial:
             name = self._turn(device)
             if name is None:
                 return self._otherwise(run)
-            if name != NATIVE and not BY_NAME[name].ready(self.problem, None):
+            if name != NATIVE and not BY_NAME[name].ready(self.problem, self.params_of(name)):
                 self._postpone(name)
                 return self._otherwise(run)
             return self._timed(name, run, device)
@@ -266,7 +275,8 @@ class OnTrial:
         outcome = self.trial.outcome
         if outcome is None:
             return
-        self._settle(Choice(outcome.algorithm, "verify", None, outcome.gain), outcome)
+        params = self.params_of(outcome.algorithm)
+        self._settle(Choice(outcome.algorithm, "verify", params, outcome.gain), outcome)
 
     def _settle(self, choice: Choice, outcome: Outcome) -> None:
         self.choice = choice

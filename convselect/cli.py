@@ -51,11 +51,12 @@ def _app() -> "typer.Typer":
         pretty_exceptions_enable=False,
     )
     fail = typer.Exit(2)
-    from convselect import _cli_model, _cli_report, _cli_store, _cli_tools, _cli_tune
+    from convselect import _cli_model, _cli_params, _cli_report, _cli_store, _cli_tools, _cli_tune
 
     _cli_model.register(app)
     _cli_tools.register(app)
     _cli_tune.register(app)
+    _cli_params.register(app)
     _cli_report.register(app)
     app.add_typer(_cli_store.app, name="store")
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from convselect import _run_ops
+from convselect import _parameters, _run_ops
 from convselect import settings as _settings
 from convselect._aten_strides import ResultStrides, result_strides, with_strides
 from convselect._autograd import Conv2dFunction, in_functorch
@@ -57,11 +57,12 @@ _plan_entries = plans.entries
 
 
 def clear() -> None:
-    """Forget every plan and every choice of this process, and what failed in it."""
+    """Forget every plan and every choice of this process, what was predicted, and what failed in it."""
     plans.clear()
     failures.clear()
     choices.clear()
     _run_ops.plans.clear()
+    _parameters.forget()
 
 
 def conv2d(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from convselect import _predictor, _remembered, dispatch, settings
+from convselect import _parameters, _predictor, _remembered, dispatch, settings
 from convselect._warnings import warn_once
 from convselect.kernels import BY_NAME, _library
 
@@ -77,4 +77,5 @@ def _abilities() -> dict[str, Any]:
         "GPU": torch.cuda.is_available() and torch.cuda.get_device_capability(),
         "C kernels": _library.available() and _library.isa(),
         "number of threads": torch.get_num_threads(),
+        "parameter networks": _parameters.digest(),
     }

@@ -34,6 +34,7 @@ VARIABLES = {
     "CONVSELECT_AUDIT": "one call in so many checks that a choice still pays",
     "CONVSELECT_CACHE_ENTRIES": "problems remembered per process",
     "CONVSELECT_ARTIFACT": "another trained model",
+    "CONVSELECT_PARAMS": "another file of parameter networks, or off",
     "CONVSELECT_CALIBRATION": "another calibration",
     "CONVSELECT_CACHE": "the folder of calibrations and the store",
     "CONVSELECT_STORE": "the store, or off",

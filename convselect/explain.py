@@ -31,6 +31,7 @@ class Row:
         probability, gain: the model's probability for the algorithm, among those that apply, and predicted speed
             relative to native; None where the model was not asked.
         why_not: for every other algorithm, one sentence.
+        params: tuned or predicted parameters of the algorithm; None: its default.
     """
 
     layer: str
@@ -41,6 +42,7 @@ class Row:
     probability: float | None
     gain: float | None
     why_not: dict[str, str] = field(default_factory=dict)
+    params: dict[str, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,8 @@ class Explanation:
         """The table, and below it per row why each other algorithm was not taken."""
         lines = [str(self)]
         for row in self.rows:
-            lines.append(f"\n{row.layer or 'problem'} {row.problem}\n  takes {row.algorithm}")
+            params = "".join(f" {name}={value}" for name, value in (row.params or {}).items())
+            lines.append(f"\n{row.layer or 'problem'} {row.problem}\n  takes {row.algorithm}{params}")
             lines += [f"  not {name}: {reason}" for name, reason in row.why_not.items()]
         return "\n".join(lines)
 
@@ -188,6 +191,7 @@ def _row(layer: str, problem: ConvProblem, used: Settings) -> Row:
         probability,
         choice.predicted_gain,
         reasons(problem, choice, used, prediction),
+        None if choice.params is None else dict(choice.params),
     )
 
 

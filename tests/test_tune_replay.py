@@ -11,8 +11,10 @@ from _toy_space import problems, recorded
 from typer.testing import CliRunner
 
 from benchmarks import search
+from convselect import settings
 from convselect.choose import NATIVE
-from convselect.tune.programs import Program
+from convselect.tune import runner
+from convselect.tune.programs import Program, Programs
 from convselect.tune.records import beside, read_recorded, write_recorded
 
 FILE = Path(__file__).parent.parent / "benchmarks" / "results" / "programs-cpu-x86-avx512.csv.gz"
@@ -80,3 +82,29 @@ def test_the_first_trials_of_a_long_search_are_those_of_a_short_one():
     assert long == np.minimum.accumulate(long).tolist()
     assert search.first_at(long, long[-1]) == long.index(long[-1]) + 1
     assert search.first_at(long, 0.0) is None
+
+
+def test_programs_of_a_list_of_layers_are_recorded_beside_their_defaults(tmp_path, monkeypatch):
+    layers, path = tmp_path / "layers.csv", tmp_path / "programs.csv"
+    header = "model,N,C,H,W,K,R,S,stride_h,stride_w,pad_h,pad_w,dil_h,dil_w,groups"
+    layers.write_text(f"{header}\na,1,16,9,9,24,1,1,1,1,0,0,1,1,1\nb,1,16,9,9,16,3,3,1,1,1,1,1,1,16\n")
+    batches, run = [], runner.Live.run
+
+    def seen(self, problem, programs, default):
+        batches.append(programs)
+        return run(self, problem, programs, default)
+
+    monkeypatch.setattr(runner.Live, "run", seen)
+    arguments = ["record", str(path), "--network", str(layers), "--each", "3", "--rounds", "4"]
+    told = CliRunner().invoke(search.app, [*arguments, "--algorithm", "direct", "--algorithm", "depthwise"])
+    assert told.exit_code == 0, told.output
+    recorded = read_recorded(path)
+    assert [one.calls for one in recorded] == [{"layers": 1}] * 2
+    for one in recorded:
+        assert Program(NATIVE) in one.times_us
+        (name,) = {program.algorithm for program in one.measured} - {"native"}
+        default = Programs.of(one.problem, settings.current()).default(name)
+        # In one batch, so that nothing but the program differs.
+        assert any(batch[0] == default and {p.algorithm for p in batch} == {name} for batch in batches)
+        assert len([p for p in one.measured if p.algorithm == name]) == 4
+    assert {p.algorithm for one in recorded for p in one.measured} <= {"native", "direct", "depthwise"}

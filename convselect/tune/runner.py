@@ -87,21 +87,26 @@ class Live:
     def confirm(self, problem: ConvProblem, programs: Sequence[Program], default: Program) -> Verdict:
         """The fastest of these and the default in many rounds, each checked again. The default stays unless another is
         faster by `LEAST`. What leaving native costs per call in dispatch is added to all but native."""
-        with torch.no_grad(), measure.threads(problem.threads):
-            self._prepare(problem)
-            native = Program(NATIVE)
-            right = [p for p in dict.fromkeys((default, native, *programs)) if self._check(problem, p) == "ok"]
-            calls = {str(program): self._call(problem, program) for program in right}
-            found = timing.interleaved(calls, CONFIRM_ROUNDS, seed=1, deadline_s=CONFIRM_S)
-        on_clock = {
-            program: _with_cost(self._on_clock(problem, found[str(program)]), problem, program) for program in right
-        }
+        native = Program(NATIVE)
+        found = self.compare(problem, (default, native, *programs), CONFIRM_ROUNDS, CONFIRM_S)
+        on_clock = {program: _with_cost(t, problem, program) for program, t in found.items()}
         base = default if default in on_clock else native
         ratios = {program: timing.ratio(on_clock[base], t) for program, t in on_clock.items()}
         better = [p for p, r in ratios.items() if r.median >= LEAST and r.p20 >= LEAST_P20 and p != base]
         chosen = max(better, key=lambda p: ratios[p].median, default=base)
         gain = timing.ratio(on_clock[native], on_clock[chosen]).median if native in on_clock else None
         return Verdict(chosen, gain, ratios[chosen].median, len(on_clock[chosen].samples_us))
+
+    def compare(
+        self, problem: ConvProblem, programs: Sequence[Program], rounds: int, deadline_s: float
+    ) -> dict[Program, timing.Timing]:
+        """Times of those that compute what float64 says, in turns, in their order; without what dispatch costs."""
+        with torch.no_grad(), measure.threads(problem.threads):
+            self._prepare(problem)
+            right = [p for p in dict.fromkeys(programs) if self._check(problem, p) == "ok"]
+            calls = {str(program): self._call(problem, program) for program in right}
+            found = timing.interleaved(calls, rounds, seed=1, deadline_s=deadline_s)
+        return {program: self._on_clock(problem, found[str(program)]) for program in right}
 
     # ---- parts --------------------------------------------------------------------------------------------------
 
