@@ -162,7 +162,7 @@ def test_three_products_against_six(norm):
 
 
 @pytest.mark.parametrize("norm", ["none", "layer", "batch"])
-@pytest.mark.parametrize("width", (32, 64))
+@pytest.mark.parametrize("width", [32, 64])
 def test_blocks_have_as_many_parameters(width, norm):
     gamma, transformer = (
         n_parameters(block_of(kind, Setting(width=width, norm=norm))) for kind in _classifiers.KINDS[1:]
