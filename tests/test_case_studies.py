@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import sys
 import zipfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 from benchmarks.case_studies import _classifiers, _corpora, _training, text_classification
 from benchmarks.case_studies._classifiers import Classifier, Setting, block_of, n_parameters, operations
 from benchmarks.case_studies._corpora import CorpusMissing, Document, encode, split_of
+from benchmarks.case_studies._figure import markdown
 
 QUICK = Setting(norm="none", lr=1e-2, embedding_std=0.3, block_dropout=0.0, positions=False)
 
@@ -226,7 +228,7 @@ def test_search_goes_on_and_never_sees_the_test_set(monkeypatch):
     first = list(_training.search([corpus], ["bag"], 2, [], epochs=2))
     assert [trial.get("variant") for trial in first] == [None, None, {"width": 64}]
     more = list(_training.search([corpus], ["bag", "gamma"], 2, json.loads(json.dumps(first)), epochs=2))
-    assert [trial["kind"] for trial in more] == ["gamma"] * 4
+    assert [trial["kind"] for trial in more] == ["gamma"] * 9  # 2 drawn, 5 around the better one, 2 variants
     assert set(seen) == {"validation"}
     best = max(trial["accuracy"] for trial in first[:2])
     setting, _ = _training.chosen(first, "s", "bag")
@@ -280,3 +282,16 @@ def test_end_to_end(tmp_path, monkeypatch):
     assert picture.read_bytes()[:4] == b"\x89PNG"
     table = CliRunner().invoke(text_classification.app, ["table", str(out)])
     assert table.output.strip() in run.output
+
+
+def test_the_page_has_the_tables_of_the_result():
+    root = Path(__file__).parents[1]
+    result = json.loads((root / "benchmarks/results/text-classification.json").read_text())
+    page = (root / "docs/case-study-gamma-block.md").read_text()
+    for table in markdown(result).split("\n\n"):
+        assert table in page
+    # What ran is what the search chose.
+    trials = json.loads((root / "benchmarks/results/text-classification-search.json").read_text())["trials"]
+    for name in result["search"]:
+        for kind, model in result["corpora"][name]["models"].items():
+            assert _training.chosen(trials, name, kind)[0].to_json() == model["setting"]

@@ -123,6 +123,13 @@ def settings_for(kind: str, count: int, *, seed: int = 0) -> list[Setting]:
     return found[:count]
 
 
+def around(setting: Setting) -> list[Setting]:
+    """The other combinations of what only the Γ-block has: the random draws say little about them."""
+    combinations = itertools.product(GRID["norm"], GRID["residual"])
+    found = [dataclasses.replace(setting, norm=norm, residual=residual) for norm, residual in combinations]
+    return [other for other in found if other != setting]
+
+
 def _meaning(kind: str, setting: Setting) -> tuple[tuple[str, Any], ...]:
     blind = () if kind == "gamma" else OF_GAMMA + (("block_dropout",) if kind == "bag" else ())
     return tuple((name, value) for name, value in setting.to_json().items() if name not in blind)
@@ -163,6 +170,13 @@ def search(
             if deadline.passed:
                 return
             trials.append(try_setting(kind, setting, corpus, epochs=epochs))
+            yield trials[-1]
+        for setting in around(chosen(trials, corpus.name, "gamma")[0]) if "gamma" in kinds else ():
+            if (corpus.name, "gamma", _meaning("gamma", setting)) in known:
+                continue
+            if deadline.passed:
+                return
+            trials.append(try_setting("gamma", setting, corpus, epochs=epochs))
             yield trials[-1]
         for kind, variant in itertools.product(kinds, VARIANTS):
             setting = dataclasses.replace(chosen(trials, corpus.name, kind)[0], **variant)

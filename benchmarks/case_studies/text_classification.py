@@ -151,7 +151,7 @@ def run(
     corpora: Corpora = "rotten-tomatoes,bbc,r52",
     synthetic: Annotated[bool, typer.Option("--synthetic", help="generated tokens, no corpus")] = False,
     settings: Annotated[Path | None, typer.Option(help="what `search` wrote; else one setting for all")] = None,
-    epochs: Annotated[int | None, typer.Option(help="default: two more than the best setting needed")] = None,
+    epochs: Annotated[int | None, typer.Option(help="default: half as many again as the search needed")] = None,
     rounds: Annotated[int, typer.Option(help="of timing steps and calls")] = 40,
     out: Annotated[Path | None, typer.Option(help="JSON file to write, with the environment")] = None,
     figure: Annotated[Path | None, typer.Option(help="PNG file to draw; needs matplotlib")] = None,
@@ -174,7 +174,7 @@ def run(
             }
         typer.echo(f"{corpus.name}: {corpus.describe()}")
         result["operations"][corpus.name] = {kind: operations(kind, own[kind]) for kind in KINDS[1:]}
-        result["corpora"][corpus.name] = case(corpus, own, epochs=epochs or needed + 2, rounds=rounds)
+        result["corpora"][corpus.name] = case(corpus, own, epochs=epochs or needed + needed // 2, rounds=rounds)
         if out is not None:
             out.write_text(json.dumps(result, indent=1) + "\n")
     if not result["corpora"]:
