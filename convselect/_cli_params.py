@@ -42,6 +42,13 @@ def train_params(
     steps: _Steps = None,
     seed: _Seed = 0,
     folds: _Folds = 5,
+    measured: Annotated[
+        Path | None,
+        typer.Option(
+            help="What `python -m benchmarks.parameters --live` wrote: whether an algorithm keeps its default is decided "
+            "by what was measured anew there."
+        ),
+    ] = None,
 ) -> None:
     """Learn to predict algorithms' parameters from measured programs, and write them with their held-out figures.
 
@@ -51,10 +58,11 @@ def train_params(
     from convselect.model.parameter_training import train_parameters
 
     try:
+        live = {} if measured is None else _live(measured)
         found = examples(files)
         card = train_parameters(
             found, family, out, {name: a.revision for name, a in BY_NAME.items()}, _recipe(target, steps, seed),
-            folds=folds, data={"files": [path.name for path in files]},
+            folds=folds, data={"files": [path.name for path in files], "measured": live}, measured=live,
         )  # fmt: skip
     except (ValueError, OSError) as error:
         raise _refuse("train-params", error) from error
@@ -63,6 +71,22 @@ def train_params(
         for name in network.algorithms:
             said = "predicted" if network.gains(name) else "keeps its default"
             typer.echo(f"{name}: {said}; {network.figures[name]['gain']:.3f} times as fast as its default")
+
+
+def _live(path: Path) -> dict[str, dict[str, float]]:
+    """Algorithm -> what was measured of its predictions.
+
+    Raises:
+        ValueError, OSError: where the file has none, or cannot be read.
+    """
+    try:
+        found = json.loads(path.read_text())["live"]
+        return {
+            name: {key: float(of[key]) for key in ("gain", "gain_low", "of_tuned", "slower")}
+            for name, of in found.items()
+        }
+    except (KeyError, TypeError, AttributeError, ValueError):
+        raise ValueError(f"{path} has no predictions that were measured") from None
 
 
 def evaluate_params(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from dataclasses import replace
 
@@ -231,14 +232,35 @@ def test_commands(tmp_path, direct_examples):
     path = tmp_path / "programs.csv.gz"
     write_recorded(path, recorded, {"revisions": {"direct": BY_NAME["direct"].revision}})
     runner = CliRunner()
-    out = runner.invoke(
-        _app(),
-        ["train-params", str(path), "--family", "cpu-x", "--out", str(tmp_path), "--steps", "40", "--folds", "2"],
-    )
+    arguments = [
+        "train-params",
+        str(path),
+        "--family",
+        "cpu-x",
+        "--out",
+        str(tmp_path),
+        "--steps",
+        "40",
+        "--folds",
+        "2",
+    ]
+    out = runner.invoke(_app(), arguments)
     assert out.exit_code == 0, out.output
     assert "direct: predicted" in out.output or "direct: keeps its default" in out.output
     card = ParameterPredictor.load(parameter_path("cpu-x", tmp_path)).card
     assert (card.networks[0].algorithms, card.data["problems"]) == (("direct",), 12)
+    # What was measured anew decides, not the recorded times.
+    live = tmp_path / "live.json"
+    for gain, low, said in ((1.02, 1.001, "predicted"), (1.02, 0.999, "keeps"), (1.009, 1.008, "keeps")):
+        live.write_text(
+            json.dumps({"live": {"direct": {"gain": gain, "gain_low": low, "of_tuned": 1.0, "slower": 0.0}}})
+        )
+        out = runner.invoke(_app(), [*arguments, "--measured", str(live)])
+        assert f"direct: {said}" in out.output
+        assert f"{gain:.3f} times" in out.output
+    live.write_text("{}")
+    out = runner.invoke(_app(), [*arguments, "--measured", str(live)])
+    assert (out.exit_code, "no predictions that were measured" in out.output) == (2, True)
     # Times of an older revision do not speak.
     write_recorded(path, recorded, {"revisions": {"direct": 0}})
     out = runner.invoke(_app(), ["evaluate-params", str(path)])

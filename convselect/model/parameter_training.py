@@ -37,12 +37,16 @@ def train_parameters(
     *,
     folds: int = 5,
     data: Mapping[str, Any] | None = None,
+    measured: Mapping[str, Mapping[str, float]] | None = None,
 ) -> ParameterCard:
     """Cross-validate by problem, train one network per signature on everything, and write the file.
 
     Args:
         revisions: algorithm -> the revision that was measured.
         data: what the card says of where the times come from.
+        measured: algorithm -> its "gain" and "gain_low" as predictions of held-out problems were measured anew
+            (`python -m benchmarks.parameters --live`): they decide, in place of those from the recorded times, whether
+            an algorithm keeps its default.
 
     Raises:
         ValueError: where no signature has enough problems.
@@ -54,6 +58,8 @@ def train_parameters(
         judged = held_out(of, recipe, folds=folds, widths=(WIDTH,))
         told[" ".join(algorithms)] = {name: finite(figures(j)) for name, j in judged.items()}
         own = {a: finite(figures([j for j in judged[f"k={WIDTH}"] if j.of.algorithm == a])) for a in algorithms}
+        for name, figures_ in own.items():
+            figures_.update((measured or {}).get(name, {}))
         network = NetworkCard(
             names=signature.names,
             values=signature.values,
