@@ -45,8 +45,7 @@ def train_params(
     measured: Annotated[
         Path | None,
         typer.Option(
-            help="What `python -m benchmarks.parameters --live` wrote: whether an algorithm keeps its default is decided "
-            "by what was measured anew there."
+            help="What `benchmarks.parameters --live` wrote: it decides whether an algorithm keeps its default."
         ),
     ] = None,
 ) -> None:

@@ -232,18 +232,8 @@ def test_commands(tmp_path, direct_examples):
     path = tmp_path / "programs.csv.gz"
     write_recorded(path, recorded, {"revisions": {"direct": BY_NAME["direct"].revision}})
     runner = CliRunner()
-    arguments = [
-        "train-params",
-        str(path),
-        "--family",
-        "cpu-x",
-        "--out",
-        str(tmp_path),
-        "--steps",
-        "40",
-        "--folds",
-        "2",
-    ]
+    options = ["--family", "cpu-x", "--out", str(tmp_path), "--steps", "40", "--folds", "2"]
+    arguments = ["train-params", str(path), *options]
     out = runner.invoke(_app(), arguments)
     assert out.exit_code == 0, out.output
     assert "direct: predicted" in out.output or "direct: keeps its default" in out.output

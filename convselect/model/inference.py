@@ -9,7 +9,6 @@ not trained for it declines, and the caller stays with native.
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import math
 import os
@@ -20,12 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from convselect.features import FEATURE_NAMES, FEATURES_VERSION, features
+from convselect.model import _archive
+from convselect.model._archive import Array
+from convselect.model._archive import ArtifactError as ArtifactError  # where others look for it
 from convselect.problem import ConvProblem
 
 FORMAT_VERSION = 1
+WHAT = "model file"
 NATIVE = "native"
 ARTIFACTS = Path(__file__).parent / "artifacts"
 
@@ -35,12 +37,7 @@ SIXTEEN_BIT_FLAGS = {"bfloat16": ("avx512_bf16", "amx_bf16"), "float16": ("avx51
 LOG_GAIN_PER_UNSEEN_DOUBLING = math.log(1.5)
 """Added to the margin for each doubling of threads beyond those measured."""
 
-Array = npt.NDArray[np.float32]
 _Program = tuple[Any, Any, Array]
-
-
-class ArtifactError(ValueError):
-    """A model file is missing, damaged, or made for another version; the message says which, in one sentence."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,24 +228,8 @@ class Predictor:
         Raises:
             ArtifactError: where the file is missing, damaged, or made for another version.
         """
-        try:
-            # Read first: numpy leaves a damaged file open.
-            data = source if isinstance(source, bytes) else Path(source).read_bytes()
-            with np.load(io.BytesIO(data), allow_pickle=False) as archive:
-                if "card" not in archive.files:
-                    raise ArtifactError("this is not a convselect model file: it has no card")
-                text = str(archive["card"])
-                stored = {name: archive[name] for name in archive.files if name != "card"}
-        except FileNotFoundError:
-            raise ArtifactError(f"there is no model file {source!r}") from None
-        except ArtifactError:
-            raise
-        except Exception as error:  # parsers of damaged bytes raise anything: zlib.error, TokenError, MemoryError, ...
-            raise ArtifactError(f"the model file is damaged or not a model file ({type(error).__name__})") from None
-        card = Card.from_json(text)
-        if any(array.dtype not in (np.float16, np.float32) for array in stored.values()):
-            raise ArtifactError("the model file holds arrays that are not floating point: it is damaged")
-        return cls(card, {name: np.ascontiguousarray(array, np.float32) for name, array in stored.items()}, host_flags)
+        text, arrays = _archive.read(source, WHAT)
+        return cls(Card.from_json(text), arrays, host_flags)
 
     def corrected(self, bias: Mapping[str, float], host_flags: Mapping[str, bool] | None = None) -> Predictor:
         """The same model with so much added to algorithms' predicted log gains; native's stays 0."""
@@ -356,12 +337,7 @@ def _checked(card: Card, arrays: Mapping[str, Array]) -> dict[str, Array]:
     fits = fits and arrays["head"].shape == (len(card.algorithm_names), d + 1)
     if not fits:
         raise ArtifactError("the model file's matrices do not fit together: it is damaged")
-    if not all(np.isfinite(array).all() for array in arrays.values()):
-        raise ArtifactError("the model file holds values that are not finite: it is damaged")
-    checked = {name: array.view() for name, array in arrays.items()}
-    for array in checked.values():
-        array.setflags(write=False)
-    return checked
+    return _archive.finite(arrays, WHAT)
 
 
 def artifact_path(family: str, directory: str | os.PathLike[str] = ARTIFACTS) -> Path:
@@ -379,11 +355,4 @@ def save(path: str | os.PathLike[str], card: Card, arrays: Mapping[str, Array], 
     """
     stored = {name: a.astype(np.float16) if half and a.ndim == 2 else a for name, a in arrays.items()}
     _checked(card, {name: a.astype(np.float32) for name, a in stored.items()})
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    buffer = io.BytesIO()
-    np.savez_compressed(buffer, card=np.array(card.to_json()), **stored)  # type: ignore[arg-type]
-    for target, content in ((path, buffer.getvalue()), (path.with_suffix(".json"), card.to_json().encode() + b"\n")):
-        partial = target.with_name(f".{target.name}.{os.getpid()}")
-        partial.write_bytes(content)
-        os.replace(partial, target)
+    _archive.write(path, card.to_json(), stored)

@@ -10,7 +10,6 @@ held-out problems: those keep their defaults.
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import math
 import os
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from convselect.kernels import Algorithm
+from convselect.model import _archive
 from convselect.model.decoding import ARRAYS, Decoder, beam_search
 from convselect.model.inference import ARTIFACTS, ArtifactError
 from convselect.model.parameters import (
@@ -37,6 +37,7 @@ from convselect.model.parameters import (
 from convselect.problem import ConvProblem
 
 FORMAT_VERSION = 1
+WHAT = "parameter file"
 LEAST_GAIN = 1.01
 """Over the default, on held-out problems, in geometric mean; and two standard errors below it may be no loss."""
 
@@ -152,30 +153,12 @@ class ParameterPredictor:
         Raises:
             ArtifactError: where it is missing, damaged, or made for another version.
         """
-        try:
-            data = source if isinstance(source, bytes) else Path(source).read_bytes()
-            with np.load(io.BytesIO(data), allow_pickle=False) as archive:
-                if "card" not in archive.files:
-                    raise ArtifactError("this is not a file of parameter networks: it has no card")
-                text = str(archive["card"])
-                stored = {name: archive[name] for name in archive.files if name != "card"}
-        except FileNotFoundError:
-            raise ArtifactError(f"there is no parameter file {source!r}") from None
-        except ArtifactError:
-            raise
-        except Exception as error:  # parsers of damaged bytes raise anything
-            raise ArtifactError(f"the parameter file is damaged ({type(error).__name__})") from None
+        text, stored = _archive.read(source, WHAT)
         card = ParameterCard.from_json(text)
         expected = {f"{i}/{name}" for i in range(len(card.networks)) for name in ARRAYS}
-        if set(stored) != expected or any(array.dtype not in (np.float16, np.float32) for array in stored.values()):
+        if set(stored) != expected:
             raise ArtifactError("the parameter file lacks an array or has one too many: it is damaged")
-        return cls(
-            card,
-            [
-                {name: np.ascontiguousarray(stored[f"{i}/{name}"], np.float32) for name in ARRAYS}
-                for i in range(len(card.networks))
-            ],
-        )
+        return cls(card, [{name: stored[f"{i}/{name}"] for name in ARRAYS} for i in range(len(card.networks))])
 
     def params_for(self, problem: ConvProblem, algorithm: Algorithm, *, always: bool = False) -> dict[str, int] | None:
         """A valid program of the algorithm on this problem, parameter -> value; None where its default should run: it
@@ -224,12 +207,7 @@ def _checked(card: NetworkCard, arrays: Mapping[str, Floats]) -> dict[str, Float
         fits = False
     if not fits:
         raise ArtifactError("the parameter file's arrays do not fit together: it is damaged")
-    if not all(np.isfinite(array).all() for array in arrays.values()):
-        raise ArtifactError("the parameter file holds values that are not finite: it is damaged")
-    checked = {name: array.view() for name, array in arrays.items()}
-    for array in checked.values():
-        array.setflags(write=False)
-    return checked
+    return _archive.finite(arrays, WHAT)
 
 
 def parameter_path(family: str, directory: str | os.PathLike[str] = ARTIFACTS) -> Path:
@@ -257,14 +235,7 @@ def save(path: str | os.PathLike[str], card: ParameterCard, networks: Sequence[M
             for i, arrays in enumerate(networks)
         ],
     )
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    buffer = io.BytesIO()
-    np.savez_compressed(buffer, card=np.array(card.to_json()), **stored)  # type: ignore[arg-type]
-    for target, content in ((path, buffer.getvalue()), (path.with_suffix(".json"), card.to_json().encode() + b"\n")):
-        partial = target.with_name(f".{target.name}.{os.getpid()}")
-        partial.write_bytes(content)
-        os.replace(partial, target)
+    _archive.write(path, card.to_json(), stored)
 
 
 def finite(figures: Mapping[str, float]) -> dict[str, float]:

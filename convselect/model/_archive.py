@@ -1,0 +1,78 @@
+"""Files of a card and arrays, `.npz` without pickles: what artifacts and files of parameter networks have in common."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float32]
+
+
+class ArtifactError(ValueError):
+    """A model file is missing, damaged, or made for another version; the message says which, in one sentence."""
+
+
+def read(source: str | os.PathLike[str] | bytes, what: str) -> tuple[str, dict[str, Array]]:
+    """The card's text, and the arrays as float32.
+
+    Args:
+        source: a path, or the bytes of a file.
+        what: what the file should be, for messages.
+
+    Raises:
+        ArtifactError: where it is missing or damaged, or holds anything but a card and floating-point arrays.
+    """
+    try:
+        # Read first: numpy leaves a damaged file open.
+        data = source if isinstance(source, bytes) else Path(source).read_bytes()
+        with np.load(io.BytesIO(data), allow_pickle=False) as archive:
+            if "card" not in archive.files:
+                raise ArtifactError(f"this is not a convselect {what}: it has no card")
+            text = str(archive["card"])
+            stored = {name: archive[name] for name in archive.files if name != "card"}
+    except FileNotFoundError:
+        raise ArtifactError(f"there is no {what} {source!r}") from None
+    except ArtifactError:
+        raise
+    except Exception as error:  # parsers of damaged bytes raise anything: zlib.error, TokenError, MemoryError, ...
+        raise ArtifactError(f"the {what} is damaged or not a {what} ({type(error).__name__})") from None
+    if any(array.dtype not in (np.float16, np.float32) for array in stored.values()):
+        raise ArtifactError(f"the {what} holds arrays that are not floating point: it is damaged")
+    return text, {name: np.ascontiguousarray(array, np.float32) for name, array in stored.items()}
+
+
+def finite(arrays: Mapping[str, Array], what: str) -> dict[str, Array]:
+    """The same arrays, read-only.
+
+    Raises:
+        ArtifactError: where one holds an infinity or a NaN.
+    """
+    if not all(np.isfinite(array).all() for array in arrays.values()):
+        raise ArtifactError(f"the {what} holds values that are not finite: it is damaged")
+    views = {name: array.view() for name, array in arrays.items()}
+    for array in views.values():
+        array.setflags(write=False)
+    return views
+
+
+def write(path: str | os.PathLike[str], card: str, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+    """Write a file, and its card once more as readable `.json` beside it. Same input, same bytes; each file appears
+    whole or not at all.
+
+    Raises:
+        OSError: where that is not possible.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, card=np.array(card), **arrays)  # type: ignore[arg-type]
+    for target, content in ((path, buffer.getvalue()), (path.with_suffix(".json"), card.encode() + b"\n")):
+        partial = target.with_name(f".{target.name}.{os.getpid()}")
+        partial.write_bytes(content)
+        os.replace(partial, target)
