@@ -245,7 +245,7 @@ def test_commands(tmp_path, direct_examples):
         live.write_text(
             json.dumps({"live": {"direct": {"gain": gain, "gain_low": low, "of_tuned": 1.0, "slower": 0.0}}})
         )
-        out = runner.invoke(_app(), [*arguments, "--measured", str(live)])
+        out = runner.invoke(_app(), [*arguments, "--measured", str(live), "--steps", "1"])
         assert f"direct: {said}" in out.output
         assert f"{gain:.3f} times" in out.output
     live.write_text("{}")
