@@ -290,6 +290,14 @@ def test_the_page_has_the_tables_of_the_result():
     page = (root / "docs/case-study-gamma-block.md").read_text()
     for table in markdown(result).split("\n\n"):
         assert table in page
+    longer = json.loads((root / "benchmarks/results/text-classification-r52-40-epochs.json").read_text())["corpora"][
+        "r52"
+    ]
+    gamma, transformer = longer["models"]["gamma"], longer["models"]["transformer"]
+    words = " ".join(page.split())
+    assert f"come to {gamma['test']['mean']} % against {transformer['test']['mean']}:" in words
+    for model, said in ((gamma, "the Γ-block after {} to {}"), (transformer, "at its best after {} to {} of them")):
+        assert said.format(min(model["best_epochs"]), max(model["best_epochs"])) in words
     # What ran is what the search chose.
     trials = json.loads((root / "benchmarks/results/text-classification-search.json").read_text())["trials"]
     for name in result["search"]:
