@@ -43,9 +43,10 @@ def train_params(
     seed: _Seed = 0,
     folds: _Folds = 5,
     measured: Annotated[
-        Path | None,
+        list[Path] | None,
         typer.Option(
-            help="What `benchmarks.parameters --live` wrote: it decides whether an algorithm keeps its default."
+            help="What `benchmarks.parameters --live` wrote: it decides whether an algorithm keeps its default; of "
+            "several files the worst."
         ),
     ] = None,
 ) -> None:
@@ -57,7 +58,7 @@ def train_params(
     from convselect.model.parameter_training import train_parameters
 
     try:
-        live = {} if measured is None else _live(measured)
+        live = _live(measured or [])
         found = examples(files)
         card = train_parameters(
             found, family, out, {name: a.revision for name, a in BY_NAME.items()}, _recipe(target, steps, seed),
@@ -72,20 +73,22 @@ def train_params(
             typer.echo(f"{name}: {said}; {network.figures[name]['gain']:.3f} times as fast as its default")
 
 
-def _live(path: Path) -> dict[str, dict[str, float]]:
-    """Algorithm -> what was measured of its predictions.
+def _live(paths: list[Path]) -> dict[str, dict[str, float]]:
+    """Algorithm -> the worst that was measured of its predictions.
 
     Raises:
-        ValueError, OSError: where the file has none, or cannot be read.
+        ValueError, OSError: where a file has nothing of the kind, or cannot be read.
     """
-    try:
-        found = json.loads(path.read_text())["live"]
-        return {
-            name: {key: float(of[key]) for key in ("gain", "gain_low", "of_tuned", "slower")}
-            for name, of in found.items()
-        }
-    except (KeyError, TypeError, AttributeError, ValueError):
-        raise ValueError(f"{path} has no predictions that were measured") from None
+    worst: dict[str, dict[str, float]] = {}
+    for path in paths:
+        try:
+            for name, of in json.loads(path.read_text())["live"].items():
+                known = worst.setdefault(name, {"gain": math.inf, "gain_low": math.inf, "of_tuned": math.inf})
+                for key in known:
+                    known[key] = min(known[key], float(of[key]))
+        except (KeyError, TypeError, AttributeError, ValueError):
+            raise ValueError(f"{path} has no predictions that were measured") from None
+    return worst
 
 
 def evaluate_params(

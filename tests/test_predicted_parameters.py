@@ -242,12 +242,16 @@ def test_commands(tmp_path, direct_examples):
     # What was measured anew decides, not the recorded times.
     live = tmp_path / "live.json"
     for gain, low, said in ((1.02, 1.001, "predicted"), (1.02, 0.999, "keeps"), (1.009, 1.008, "keeps")):
-        live.write_text(
-            json.dumps({"live": {"direct": {"gain": gain, "gain_low": low, "of_tuned": 1.0, "slower": 0.0}}})
-        )
+        live.write_text(json.dumps({"live": {"direct": {"gain": gain, "gain_low": low, "of_tuned": 1.0}}}))
         out = runner.invoke(_app(), [*arguments, "--measured", str(live), "--steps", "1"])
         assert f"direct: {said}" in out.output
         assert f"{gain:.3f} times" in out.output
+    # Of two measurements the worse.
+    better, worse = tmp_path / "better.json", tmp_path / "worse.json"
+    for path_, gain in ((better, 1.05), (worse, 1.004)):
+        path_.write_text(json.dumps({"live": {"direct": {"gain": gain, "gain_low": 1.001, "of_tuned": 1.0}}}))
+    twice = ["--measured", str(better), "--measured", str(worse), "--steps", "1"]
+    assert "direct: keeps its default; 1.004 times" in runner.invoke(_app(), [*arguments, *twice]).output
     live.write_text("{}")
     out = runner.invoke(_app(), [*arguments, "--measured", str(live)])
     assert (out.exit_code, "no predictions that were measured" in out.output) == (2, True)
