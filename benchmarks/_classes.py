@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from convselect.model.dataset import read_rows
+from convselect.measure.rows import read_rows
 from convselect.model.sampling import read_layers
 from convselect.problem import CONTIGUOUS, ConvProblem, Direction, conv_problem
 

@@ -9,8 +9,9 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 
 from convselect import timing
-from convselect.kernels import ALL, _triton
-from convselect.kernels._triton import Launch, TritonAlgorithm
+from convselect.kernels.pool import ALL
+from convselect.kernels.triton import launch as triton_launch
+from convselect.kernels.triton.launch import Launch, TritonAlgorithm
 from convselect.problem import ConvProblem
 
 ATTEMPTS = 3
@@ -41,7 +42,7 @@ def _in_worker() -> None:
 
 def _compile(launch: Launch, arch: int) -> str | None:
     try:
-        _triton.compiled(launch, arch)
+        triton_launch.compiled(launch, arch)
     except Exception as error:  # whatever the compiler finds
         return f"{type(error).__name__}: {error}"
     return None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import convselect
 from benchmarks._gpu_device import Device
 from convselect import timing
-from convselect.kernels._triton import TritonAlgorithm
+from convselect.kernels.triton.launch import TritonAlgorithm
 from convselect.problem import CHANNELS_LAST, ConvProblem, conv_problem
 
 CALLS = 50

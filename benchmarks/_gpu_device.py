@@ -13,7 +13,8 @@ from torch import Tensor
 
 import convselect
 from convselect import timing
-from convselect.model.host import family_of_cuda
+from convselect.machine.environment import run_environment
+from convselect.machine.host import family_of_cuda
 from convselect.problem import CHANNELS_LAST, ConvProblem, Direction
 
 MOST_COPIES = 128
@@ -104,7 +105,7 @@ def environment(device: Device) -> dict[str, Any]:
         "cudnn": cudnn,
         "triton": _triton_version(),
         "convselect": convselect.__version__,
-        "host": {key: timing.environment()[key] for key in ("device", "cpus", "python")},
+        "host": {key: run_environment()[key] for key in ("device", "cpus", "python")},
     }
 
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from benchmarks import _gpu_problems
 from benchmarks._gpu_device import Device, operands, precision_of, reference, relative_error
 from convselect import timing
-from convselect.kernels import BY_NAME
-from convselect.kernels._triton import Launch, TritonAlgorithm
+from convselect.kernels.pool import BY_NAME
+from convselect.kernels.triton.launch import Launch, TritonAlgorithm
 from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction, conv_problem
 
 SMALL: tuple[ConvProblem, ...] = (

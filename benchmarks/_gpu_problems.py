@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from convselect.model.dataset import kernel_class
+from convselect.measure.rows import kernel_class
 from convselect.model.sampling import read_layers
 from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction, conv_problem
 

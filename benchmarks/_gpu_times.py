@@ -1,6 +1,6 @@
 """Times of every applicable algorithm on one problem of a GPU, as the rows that the collector writes.
 
-As `convselect.model.measure` does on a CPU: each result is compared with float64 first, wrong ones are recorded and
+As `convselect.measure.measure` does on a CPU: each result is compared with float64 first, wrong ones are recorded and
 never timed, those hopelessly behind after the first rounds are dropped. The clock is the GPU's (`timing.on_device`).
 """
 
@@ -17,9 +17,10 @@ from torch import Tensor
 
 from benchmarks._gpu_device import Device, precision_of, reference, relative_error, rotating
 from convselect import timing
-from convselect.kernels import ALL, BY_NAME, Algorithm
-from convselect.kernels._triton import Launch, TritonAlgorithm, interpreting
-from convselect.model.dataset import NATIVE, Row
+from convselect.kernels._contract import Algorithm
+from convselect.kernels.pool import ALL, BY_NAME
+from convselect.kernels.triton.launch import Launch, TritonAlgorithm, interpreting
+from convselect.measure.rows import NATIVE, Row
 from convselect.problem import ConvProblem
 
 ERROR_BOUNDS = {"float64": 1e-11, "float32": 2e-4, "tf32": 5e-3, "float16": 5e-3, "bfloat16": 3e-2}

@@ -19,10 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from convselect import dispatch, settings, timing
-from convselect.choose import NATIVE, refusal
-from convselect.kernels import ALL, BY_NAME, Algorithm
-from convselect.model.measure import ERROR_BOUNDS, operands
+from convselect import settings, timing
+from convselect.choice.choose import NATIVE, refusal
+from convselect.eager import dispatch
+from convselect.kernels._contract import Algorithm
+from convselect.kernels.pool import ALL, BY_NAME
+from convselect.measure.measure import ERROR_BOUNDS, operands
 from convselect.model.sampling import with_layouts
 from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction
 

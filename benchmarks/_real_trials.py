@@ -11,11 +11,12 @@ from rich.progress import track
 from torch import Tensor
 
 from benchmarks._classes import read_problems
-from convselect import _predictor, settings
-from convselect._verify import OnTrial
-from convselect.choose import NATIVE, NOMINATED, Choice, nominees, refusal
-from convselect.kernels import ALL, BY_NAME
-from convselect.model.measure import measure_problem, operands
+from convselect import settings
+from convselect.choice.choose import NATIVE, NOMINATED, Choice, nominees, refusal
+from convselect.eager.live_trial import OnTrial
+from convselect.kernels.pool import ALL, BY_NAME
+from convselect.measure.measure import measure_problem, operands
+from convselect.model import loaded
 from convselect.problem import ConvProblem, Direction
 from convselect.timing import SYSTEM_CLOCK, interleaved
 
@@ -30,7 +31,7 @@ def really(path: Path, count: int, seed: int = 0) -> dict[str, dict[str, float]]
     layers, source = [p for p in read_problems(path) if p.flops < MOST_FLOPS], random.Random(seed)
     drawn = [source.choice(layers).with_direction(source.choice(list(Direction))) for _ in range(count)]
     rows: dict[str, list[tuple[float, ...]]] = {"verify": [], "verify, lying model": []}
-    predictor = _predictor.get()
+    predictor = loaded.get()
     used_settings = settings.current()
     for problem in track(drawn, description="problems"):
         measured = measure_problem("", problem, ALL, deadline_s=0.2)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from convselect.model.dataset import NATIVE, Row, kernel_class, read_rows
+from convselect.measure.rows import NATIVE, Row, kernel_class, read_rows
 
 RESULTS = Path(__file__).parent / "results"
 TIMES = RESULTS / "times-cpu-x86-avx512-c.csv.gz"

@@ -24,10 +24,11 @@ from rich.console import Console
 from rich.table import Table as Shown
 
 from convselect import timing
-from convselect.features import FEATURE_NAMES
+from convselect.machine.environment import run_environment
 from convselect.model import evaluate as ev
 from convselect.model import reformer
 from convselect.model.dataset import Table
+from convselect.model.features import FEATURE_NAMES
 from convselect.model.inference import Card, Predictor
 from convselect.model.train import Recipe, design, fit, log_gains, read_measured
 
@@ -156,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )  # fmt: skip
     console.print(shown)
     if options.out:
-        env = timing.environment()
+        env = run_environment()
         arguments = {**vars(options), "times": [p.name for p in options.times], "out": options.out.name}
         options.out.write_text(json.dumps({"environment": env, "arguments": arguments, "rows": rows}, indent=1) + "\n")
     return 0

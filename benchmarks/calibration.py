@@ -20,8 +20,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table as Shown
 
-from convselect.calibrate import fit_bias
 from convselect.model import evaluate as ev
+from convselect.model.calibrate import fit_bias
 from convselect.model.dataset import Table
 from convselect.model.inference import Predictor
 from convselect.model.judging import artifact_gains

@@ -39,8 +39,9 @@ from benchmarks._networks import (
 )
 from benchmarks.models import MODELS, build
 from convselect import timing
-from convselect._demo_report import print_environment
-from convselect.demo import restart_with_tuned_malloc
+from convselect.demo.demo import restart_with_tuned_malloc
+from convselect.demo.tables import print_environment
+from convselect.machine.environment import run_environment
 
 NETWORKS = ("resnet18", "unet", "mobilenet_v2", "convnext_tiny")
 TARGETS = {"resnet18": 1.3, "unet": 2.0, "mobilenet_v2": 1.0, "convnext_tiny": 1.0}
@@ -186,7 +187,7 @@ def run(
     torch.set_num_threads(threads)
     # A pipe is no reason to squeeze the table into 80 columns.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 130)
-    env = timing.environment()
+    env = run_environment()
     print_environment(console, env)
     results = []
     for name in names:

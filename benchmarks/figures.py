@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._tables import CLASSES, DIRECTIONS, GROUPS, KERNELS, NETWORKS, TIMES, TITLES, best_times, shares, tables
-from convselect.model.dataset import read_rows
+from convselect.measure.rows import read_rows
 
 FIGURES = Path(__file__).parents[1] / "docs" / "figures"
 INK = ("#9aa5b1", "#c3cbd4", "#e3b23c", "#8f6c4e", "#2a7de1", "#7b4fc9", "#1f9e77", "#d1495b", "#f08a4b")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from convselect._architectures import (
+from convselect.demo.architectures import (
     ARCHITECTURES,
     Architecture,
     calibrate_batch_norm,

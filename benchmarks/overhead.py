@@ -13,8 +13,11 @@ import torch
 from torch import nn
 
 import convselect
-from convselect import _predictor, dispatch, timing
-from convselect.features import features
+from convselect import lru, timing
+from convselect.eager import dispatch
+from convselect.machine.environment import run_environment
+from convselect.model import loaded
+from convselect.model.features import features
 from convselect.problem import ConvProblem, conv_problem
 
 CALLS = 50
@@ -70,7 +73,7 @@ def problems(count: int) -> list[ConvProblem]:
 
 def choices() -> dict[str, timing.Timing]:
     """Features alone, features and ranking, and the first call's whole detour through `_choice` and `_make_plan`."""
-    predictor = _predictor.get()
+    predictor = loaded.get()
     assert predictor is not None, "no artifact for this machine"
     new = iter(problems(10**6))
     layer = convselect.SelectedConv2d(8, 8, 3, padding=1)
@@ -78,7 +81,7 @@ def choices() -> dict[str, timing.Timing]:
     weight = layer.weight
 
     def first_call() -> None:
-        dispatch.clear()
+        lru.clear()
         dispatch._make_plan(x, weight, layer.bias, (1, 1), (1, 1), (1, 1), 1, convselect.settings.current())
 
     with torch.no_grad():
@@ -95,7 +98,7 @@ def choices() -> dict[str, timing.Timing]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    print(json.dumps(timing.environment()))
+    print(json.dumps(run_environment()))
     for grad in (False, True):
         times = cached_call(grad=grad)
         plain, ours = times["nn.Conv2d"], times["SelectedConv2d"]

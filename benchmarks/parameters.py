@@ -25,9 +25,10 @@ from typing import Annotated, Any
 import typer
 
 from convselect import timing
-from convselect._cli_params import _print, examples
-from convselect.kernels import BY_NAME
+from convselect.cli.params import _print, examples
 from convselect.kernels._space import STRUCTURE, Parameter, Rule, Space, Values
+from convselect.kernels.pool import BY_NAME
+from convselect.machine.environment import run_environment
 from convselect.model.parameter_artifact import ParameterPredictor, parameter_path
 from convselect.model.parameter_figures import Predicted, best_fixed, neighbour
 from convselect.model.parameter_training import WIDTH, evaluated, train_parameters, usable
@@ -197,7 +198,7 @@ def main(
 
     torch.set_num_threads(1)
     recipe = Recipe(target=target, steps=steps, seed=seed)
-    told: dict[str, Any] = {"environment": timing.environment()}
+    told: dict[str, Any] = {"environment": run_environment()}
     if synthetic:
         told["made_up"] = evaluated(made_up(synthetic, seed), recipe)
         _print(told["made_up"])

@@ -31,10 +31,12 @@ import convselect
 from benchmarks._networks import GRADIENT_BOUND, OUTPUT_BOUND, OUTPUT_FACTOR, Training, distance, sharing_copy
 from benchmarks.compile import sized
 from benchmarks.models import MODELS
-from convselect import _execution, dispatch, timing
-from convselect._demo_report import print_environment
-from convselect._verify import OnTrial
-from convselect.demo import restart_with_tuned_malloc
+from convselect import lru, timing
+from convselect.demo.demo import restart_with_tuned_malloc
+from convselect.demo.tables import print_environment
+from convselect.eager import execution
+from convselect.eager.live_trial import OnTrial
+from convselect.machine.environment import run_environment
 
 NETWORKS = ("resnet18", "unet", "mobilenet_v2", "convnext_tiny")
 FIRST = 100
@@ -79,7 +81,7 @@ def once(call: Callable[[], object]) -> float:
 
 def measure(network: str, batch: int, *, training: bool, seconds: float, size: int | None = None) -> PolicyResult:
     model, x = sized(network, size, batch)
-    dispatch.clear()
+    lru.clear()
     exact: list[Tensor]
     sides: dict[str, Callable[[], object]] = {}
     results: dict[str, Callable[[], list[Tensor]]] = {}
@@ -108,7 +110,7 @@ def measure(network: str, batch: int, *, training: bool, seconds: float, size: i
             if len(stock) == 1:
                 stock_error = distance(results["stock"](), exact)
             errors.append(distance(results["verify"](), exact))
-        trials = [e.choice for e in _execution.choices.entries.values() if isinstance(e.choice, OnTrial)]
+        trials = [e.choice for e in execution.choices.entries.values() if isinstance(e.choice, OnTrial)]
         for _ in range(2):
             sides["auto"]()
         times = timing.interleaved(sides, 100, deadline_s=seconds)
@@ -168,7 +170,7 @@ def run(
     convselect.set_store("off")
     torch.set_num_threads(threads)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 170)
-    env = timing.environment()
+    env = run_environment()
     print_environment(console, env)
     results = []
     for name in names:

@@ -33,11 +33,11 @@ from rich.table import Table
 from benchmarks import _classes, _kernels
 from benchmarks._classes import CLASSES, KernelClass
 from benchmarks._kernels import Measured, Summary
-from convselect._demo_report import print_environment
-from convselect.demo import restart_with_tuned_malloc
-from convselect.model.measure import ERROR_BOUNDS
+from convselect.demo.demo import restart_with_tuned_malloc
+from convselect.demo.tables import print_environment
+from convselect.machine.environment import run_environment
+from convselect.measure.measure import ERROR_BOUNDS
 from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction
-from convselect.timing import environment
 
 DIRECTION_NAMES = {
     Direction.FORWARD: "forward",
@@ -182,7 +182,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--rounds", type=int, default=9, help="at most so many samples of each time")
     made.add_argument("--seconds", type=float, help="bound on each problem's timing (1.5) or each network's (20)")
     made.add_argument("--threads", type=int, default=1)
-    made.add_argument("--out", help="JSON file to write, with the environment")
+    made.add_argument("--out", help="JSON file to write, with the run_environment")
     made.add_argument("--no-malloc-tuning", action="store_true", help="leave malloc as it is")
     return made
 
@@ -195,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(options.threads)
     # A pipe is no reason to squeeze the table into 80 columns.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 130)
-    env = environment()
+    env = run_environment()
     print_environment(console, env)
     if options.models is not None:
         from benchmarks import _networks
@@ -209,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = {name: value.name if isinstance(value, Path) else value for name, value in vars(options).items()}
         arguments["out"] = Path(options.out).name
         Path(options.out).write_text(
-            json.dumps({"environment": env, "arguments": arguments, **result}, indent=1) + "\n"
+            json.dumps({"run_environment": env, "arguments": arguments, **result}, indent=1) + "\n"
         )
     return 0 if right else 1
 

@@ -24,7 +24,8 @@ import numpy as np
 import typer
 
 from convselect import timing
-from convselect.choose import NATIVE
+from convselect.choice.choose import NATIVE
+from convselect.machine.environment import run_environment
 from convselect.tune.cost_model import CostModel, Quality, quality, throughput
 from convselect.tune.programs import Program, Programs
 from convselect.tune.records import Recorded, read_recorded, write_recorded
@@ -82,13 +83,14 @@ def record(
     seed: int = 0,
 ) -> None:
     """Measure programs of networks' forward problems on one thread. A file that is there is added to."""
-    from convselect import _cli_tune, settings
-    from convselect.kernels import BY_NAME
+    from convselect import settings
+    from convselect.cli import tune
+    from convselect.kernels.pool import BY_NAME
     from convselect.tune.runner import Live
 
     wanted: dict[Any, dict[str, int]] = {}
     for name in network or ["resnet50", "unet"]:
-        own = _cli_tune.problems([name], None, "forward", 1)
+        own = tune.problems([name], None, "forward", 1)
         heaviest = sorted(own, key=lambda p: -sum(own[p].values()) * p.flops)[:problems]
         for problem in heaviest:
             # Each layer of a list is a network there; in the file all of them are the list.
@@ -100,7 +102,7 @@ def record(
         for network_, count in wanted.pop(one.problem, {}).items():
             one.calls[network_] = count
     revisions = {name: a.revision for name, a in BY_NAME.items()}
-    about = {"environment": timing.environment(), "revisions": revisions}
+    about = {"environment": run_environment(), "revisions": revisions}
     # Begun in an order that leaves something of every kind when time runs out.
     prepared = problems_of(wanted.items(), settings.current())
     random.Random(seed).shuffle(prepared)

@@ -9,9 +9,9 @@ import torch
 from benchmarks._classes import CLASSES, drawn, read_problems
 from benchmarks._kernels import checked
 from convselect import settings
-from convselect.choose import NATIVE, refusal
-from convselect.kernels import ALL, BY_NAME
-from convselect.model.measure import operands
+from convselect.choice.choose import NATIVE, refusal
+from convselect.kernels.pool import ALL, BY_NAME
+from convselect.measure.measure import operands
 from convselect.problem import Direction
 
 PROBLEMS = {c.name: drawn(c, read_problems(), 1, "float32")[0] for c in CLASSES}

@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 import convselect
-from convselect import _predictor, dispatch
+from convselect import lru
+from convselect.eager import dispatch
+from convselect.model import loaded
 from convselect.problem import conv_problem
 
 
@@ -32,7 +34,7 @@ def test_cached_call(benchmark, kind, grad):
 
 
 def test_prediction(benchmark):
-    predictor = _predictor.get()
+    predictor = loaded.get()
     assert predictor is not None
     assert benchmark(predictor.predict, conv_problem(1, 64, 56, 56, 64, 3, 3, padding=1)) is not None
 
@@ -42,7 +44,7 @@ def test_first_call_of_a_new_problem(benchmark):
     x, settings = torch.randn(1, 8, 16, 16), convselect.settings.current()
 
     def plan():
-        dispatch.clear()
+        lru.clear()
         return dispatch._make_plan(x, layer.weight, layer.bias, (1, 1), (1, 1), (1, 1), 1, settings)
 
     assert benchmark(plan) is not None

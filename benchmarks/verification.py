@@ -29,12 +29,12 @@ from rich.console import Console
 from rich.table import Table as Shown
 
 from benchmarks._real_trials import really
-from convselect.choose import NOMINATED, NOMINATION_GAP, NOMINATION_LEAST
+from convselect.choice.choose import NOMINATED, NOMINATION_GAP, NOMINATION_LEAST
+from convselect.choice.trial import NATIVE, Trial, replay
+from convselect.machine.environment import run_environment
 from convselect.model import evaluate as ev
 from convselect.model.dataset import Table
 from convselect.model.train import Recipe, learner, read_measured
-from convselect.timing import environment
-from convselect.trial import NATIVE, Trial, replay
 
 CALLS = 1000
 NOISE = ((0.03, 0.01), (0.1, 0.05), (0.2, 0.1))
@@ -132,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=Recipe.steps, help="of training")
     parser.add_argument("--limit", type=int, help="so many problems at most")
     parser.add_argument("--real", type=int, metavar="COUNT", help="call so many layers of a list on this machine")
-    parser.add_argument("--out", type=Path, help="JSON file to write, with the environment")
+    parser.add_argument("--out", type=Path, help="JSON file to write, with the run_environment")
     options = parser.parse_args(argv)
     if options.real:
         result = really(options.times, options.real)
@@ -152,7 +152,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         shown.add_row(title, *(_cell(name, found.get(name)) for name in names))
     Console(highlight=False, width=None if sys.stdout.isatty() else 170).print(shown)
     if options.out:
-        about = {"environment": environment(), "times": options.times.name, "fold": options.fold, "problems": count}
+        about = {
+            "run_environment": run_environment(),
+            "times": options.times.name,
+            "fold": options.fold,
+            "problems": count,
+        }
         options.out.write_text(json.dumps({**about, "figures": result}, indent=1) + "\n")
     return 0
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from convselect import dispatch
+from convselect.eager import dispatch
 from convselect.layer import SelectedConv2d
 
 

@@ -6,9 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from convselect import _parameters, _predictor, _remembered, dispatch, settings
-from convselect._warnings import warn_once
-from convselect.kernels import BY_NAME, _library
+from convselect import lru, settings
+from convselect.kernels import _library
+from convselect.kernels.pool import BY_NAME
+from convselect.model import loaded
+from convselect.store import process
+from convselect.warnings import warn_once
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -45,15 +48,15 @@ def same_choices(group: ProcessGroup | None = None) -> None:
     agreed = settings.defaults()
     if agreed.policy in settings.TIMING:
         agreed = settings.with_policy(agreed, "auto")
-    decided: list[Any] = [(_predictor.get() if rank == 0 else None, agreed)]
+    decided: list[Any] = [(loaded.get() if rank == 0 else None, agreed)]
     dist.broadcast_object_list(decided, src=dist.get_global_rank(group, 0) if group else 0, group=group, device=device)
     predictor, defaults = decided[0]
     abilities: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(abilities, _abilities(), group=group)
     settings.set_default_settings(defaults)
-    _predictor.give(predictor)
-    _remembered.configure("off")
-    dispatch.clear()
+    loaded.give(predictor)
+    process.configure("off")
+    lru.clear()
     if any(other != abilities[0] for other in abilities):
         differing = sorted({key for other in abilities for key in other if other[key] != abilities[0][key]})
         warn_once(
@@ -65,9 +68,9 @@ def same_choices(group: ProcessGroup | None = None) -> None:
 def own_choices() -> None:
     """This rank chooses by itself again, by its own model and store; the defaults stay as they are. No
     communication."""
-    _predictor.own()
-    _remembered.configure()
-    dispatch.clear()
+    loaded.own()
+    process.configure()
+    lru.clear()
 
 
 def _abilities() -> dict[str, Any]:
@@ -77,5 +80,4 @@ def _abilities() -> dict[str, Any]:
         "GPU": torch.cuda.is_available() and torch.cuda.get_device_capability(),
         "C kernels": _library.available() and _library.isa(),
         "number of threads": torch.get_num_threads(),
-        "parameter networks": _parameters.digest(),
     }

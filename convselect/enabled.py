@@ -69,9 +69,9 @@ class enabled(ContextDecorator, TorchFunctionMode):
         if func is not _torch_conv2d or not _complete(args, kwargs):
             return func(*args, **kwargs)
         if _is_dynamo_compiling():
-            from convselect import _traced  # needs dynamo
+            from convselect.graph import traced  # needs dynamo
 
-            settled = _traced.called_by_convselect()
+            settled = traced.called_by_convselect()
         else:
             settled = _called_by_convselect()
         return func(*args, **kwargs) if settled else conv2d(*args, **kwargs)

@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from convselect import _predictor, dispatch, settings
-from convselect._reasons import reasons, times
-from convselect.kernels import BY_NAME
+from convselect import settings
+from convselect.choice.reasons import reasons, times
+from convselect.eager import dispatch
+from convselect.kernels.pool import BY_NAME
+from convselect.model import loaded
 from convselect.problem import ConvProblem
 from convselect.settings import Settings
 
@@ -146,7 +148,7 @@ def explain(target: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:
 
     with _recording(target, record):
         target(*inputs, **kwargs)
-    predictors = [_predictor.get_for(row.problem) for row in rows] if rows else [_predictor.get()]
+    predictors = [loaded.get_for(row.problem) for row in rows] if rows else [loaded.get()]
     silent = settings.current().chooses and not any(predictors)
     note = "No trained model is in use on this machine: automatic choices are native." if silent else ""
     return Explanation(tuple(rows), note)
@@ -174,7 +176,7 @@ def _recording(target: nn.Module, record: Any) -> Iterator[None]:
 
 def _row(layer: str, problem: ConvProblem, used: Settings) -> Row:
     choice = dispatch.choice_for(problem, used)
-    predictor = _predictor.get_for(problem) if used.chooses else None
+    predictor = loaded.get_for(problem) if used.chooses else None
     prediction = predictor.predict(problem) if predictor is not None else None
     probability = choice.probability
     if probability is not None and prediction is not None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
-from convselect import dispatch
+from convselect.eager import dispatch
+
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+_is_exporting = torch.compiler.is_exporting
 
 
 def conv2d(
@@ -47,4 +51,8 @@ def conv2d(
         padding = (padding, padding)
     if type(dilation) is int:
         dilation = (dilation, dilation)
+    if _is_dynamo_compiling() or _is_exporting():
+        from convselect.graph import traced  # needs dynamo
+
+        return traced.conv2d(input, weight, bias, stride, padding, dilation, groups, policy)
     return dispatch.conv2d(input, weight, bias, stride, padding, dilation, groups, policy)

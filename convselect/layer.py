@@ -9,8 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from convselect import dispatch
+from convselect.eager import dispatch
 
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+_is_exporting = torch.compiler.is_exporting
 _PLAIN_CONV = nn.Conv2d(1, 1, 1, device="meta")
 
 
@@ -54,6 +56,10 @@ class SelectedConv2d(nn.Conv2d):
             if self.padding_mode != "zeros":
                 input = F.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode)
                 padding = (0, 0)
+            if _is_dynamo_compiling() or _is_exporting():
+                from convselect.graph import traced  # needs dynamo
+
+                return traced.conv2d(input, weight, bias, self.stride, padding, self.dilation, self.groups, self.policy)
             return dispatch.conv2d(input, weight, bias, self.stride, padding, self.dilation, self.groups, self.policy)
 
     def _as_leaf(self, input: Any, *parameters: Any) -> Any:

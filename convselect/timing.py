@@ -1,4 +1,4 @@
-"""Interleaved timing and the environment it happened in. The only file of the project that reads a clock.
+"""Interleaved timing. The only file of the project that reads a clock.
 
 A and B are timed A B A B in one process, in a new random order every round, so that a neighbour, a clock-frequency
 step or a drifting cache hits both; only ratios within a round are compared.
@@ -8,23 +8,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
-import platform
 import random
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-
-MALLOC_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
-"""What decides whether glibc gives a large result's pages back after every call and faults them in at the next."""
-
-ISA_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
 
 
 class Clock(NamedTuple):
@@ -332,48 +323,3 @@ def assert_trustworthy(clock: Clock = SYSTEM_CLOCK, attempts: int = 5) -> None:
             except AssertionError:
                 if attempt == attempts - 1:
                     raise
-
-
-def environment() -> dict[str, object]:
-    """Where a measurement was made: everything known to change its result. Values are JSON's types."""
-    import convselect  # here, so that the clock itself depends on nothing
-
-    return {
-        "device": cpu_model(),
-        "isa": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
-        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "torch": torch.__version__,
-        "onednn": _onednn_version(),
-        "python": platform.python_version(),
-        "convselect": convselect.__version__,
-        "libc": " ".join(platform.libc_ver()).strip() or None,
-        "malloc": {name: os.environ.get(name) for name in MALLOC_VARIABLES},
-        "isa_limits": {name: os.environ.get(name) for name in ISA_VARIABLES},
-        "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
-    }
-
-
-def cpu_model() -> str:
-    """The processor as /proc/cpuinfo names it, with family and model."""
-    try:
-        fields = dict(
-            re.split(r"\s*:\s*", line, maxsplit=1)
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if ":" in line
-        )
-    except OSError:
-        fields = {}
-    # Hypervisors shorten the name ("AMD EPYC"); family and model still tell generations apart.
-    name = fields.get("model name", "").strip() or platform.processor() or platform.machine()
-    if "cpu family" in fields and "model" in fields:
-        name += f" (family {fields['cpu family'].strip()} model {fields['model'].strip()})"
-    return name
-
-
-def _onednn_version() -> str | None:
-    """oneDNN's version from PyTorch's build summary, which says "Intel(R) MKL-DNN v3.7.1 (Git Hash ...)"."""
-    if not torch.backends.mkldnn.is_available():
-        return None
-    found = re.search(r"(?:MKL-DNN|oneDNN) v?([\d.]+\d)", torch.__config__.show())
-    return found.group(1) if found else "unknown"

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 import convselect
-from convselect.demo import built_in
+from convselect.demo.demo import built_in
 from convselect.timing import Deadline, interleaved, ratio
 
 

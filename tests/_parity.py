@@ -14,8 +14,10 @@ from problems import relative_error
 from tolerances import FORWARD, NATIVE_16_BIT_FACTOR, WEIGHT_GRADIENT_FACTOR
 
 import convselect
-from convselect import _calls, _predictor
-from convselect.kernels import ALL, BY_NAME, Grade
+from convselect.aten import arguments as aten_arguments
+from convselect.kernels._contract import Grade
+from convselect.kernels.pool import ALL, BY_NAME
+from convselect.model import loaded
 from convselect.problem import CHANNELS_LAST, CONTIGUOUS, DTYPE_NAMES, STRIDED, ConvProblem, Direction
 
 NAMES = tuple(a.name for a in ALL if "cpu" in a.devices)
@@ -50,7 +52,7 @@ def favouring(name: str | None) -> Iterator[None]:
     """Automatic choices prefer this algorithm wherever it may be chosen; None: there is no predictor."""
     with pytest.MonkeyPatch.context() as patch:
         convselect.clear()
-        patch.setattr(_predictor, "get", lambda: None if name is None else Favourite(name))
+        patch.setattr(loaded, "get", lambda: None if name is None else Favourite(name))
         yield
     convselect.clear()
 
@@ -59,7 +61,7 @@ def problem_of(x: torch.Tensor, weight: torch.Tensor, stride=1, padding=0, dilat
     """The forward problem that dispatch sees; None where it leaves the call to aten."""
     if x.dim() == 3:
         x = x.unsqueeze(0)
-    return _calls.problem_of(x, weight, stride, padding, dilation, groups)
+    return aten_arguments.problem_of(x, weight, stride, padding, dilation, groups)
 
 
 def refusals(name: str, problem: ConvProblem, direction: Direction) -> set[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from convselect.choose import NATIVE
+from convselect.choice.choose import NATIVE
 from convselect.kernels._space import STRUCTURE, Parameter, Rule, Space
 from convselect.problem import ConvProblem, conv_problem
 from convselect.tune.programs import Program, Programs

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 
-from convselect import _predictor, dispatch
-from convselect.kernels import ALL
+from convselect import lru
+from convselect.kernels.pool import ALL
+from convselect.model import loaded
 
 
 class FakePrediction:
@@ -37,5 +38,5 @@ class FakePredictor:
 def use_fake(monkeypatch, *favourites: str, gain: float = 2.0) -> None:
     """Let every automatic choice of this test be made by a `FakePredictor`; forgets earlier choices."""
     predictor = FakePredictor(*favourites, gain=gain)
-    monkeypatch.setattr(_predictor, "get", lambda: predictor)
-    dispatch.clear()
+    monkeypatch.setattr(loaded, "get", lambda: predictor)
+    lru.clear()

@@ -26,11 +26,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import convselect
-from convselect import dispatch
-from convselect.choose import Choice, choose
-from convselect.kernels import ALL, BY_NAME
+from convselect import lru
+from convselect.choice.choose import Choice, choose
+from convselect.eager import dispatch
+from convselect.kernels.pool import ALL, BY_NAME
+from convselect.machine.environment import cpu_fingerprint
 from convselect.problem import Direction, conv_problem, layout_of
-from convselect.store import Store, StoreError
+from convselect.store.store import Store, StoreError
 
 FORCED = [a.name for a in ALL if a.automatic and "cpu" in a.devices]
 EVERY = ["auto", *FORCED]
@@ -206,7 +208,7 @@ def test_b20_b21_gradcheck_and_double_backward_with_groups(policy):
     b = torch.randn(4, dtype=torch.float64, requires_grad=True)
     if not applies(policy, x, w, padding=1, groups=2):
         return
-    dispatch.clear()
+    lru.clear()
     with convselect.use(policy=policy):
         assert torch.autograd.gradcheck(
             lambda *t: convselect.conv2d(*t, padding=1, groups=2), (x, w, b), fast_mode=True
@@ -431,7 +433,7 @@ def test_b45_an_empty_batch_gives_zero_gradients_and_is_not_remembered(policy):
     junk = [torch.full((64,), float("nan")) for _ in range(100)]
     del junk
     _, layer = layers(3, 3, 3)
-    dispatch.clear()
+    lru.clear()
     x = torch.empty(0, 3, 3, 3, requires_grad=True)
     with convselect.use(policy=policy):
         y = layer(x)
@@ -609,7 +611,7 @@ def test_b63_attributes_are_those_of_conv2d_and_spellings_share_a_plan():
     for name in ("kernel_size", "stride", "padding", "dilation", "groups"):
         assert getattr(plain, name) == getattr(layer, name)
         assert type(getattr(plain, name)) is type(getattr(layer, name))
-    dispatch.clear()
+    lru.clear()
     x, w = torch.randn(1, 6, 40, 40), layer.weight
     with torch.no_grad():
         for padding in (15, (15, 15), [15, 15]):
@@ -743,7 +745,7 @@ _WRITER = """
 import sys
 from convselect.model.dataset import Row
 from convselect.problem import conv_problem
-from convselect.store import Store
+from convselect.store.store import Store
 path, worker = sys.argv[1], int(sys.argv[2])
 with Store(path) as store:
     environment = store.environment({"device": "cpu"})
@@ -805,10 +807,9 @@ def test_b73_the_layer_works_without_a_usable_folder_of_the_user(home, tmp_path)
 
 
 def test_b74_a_correction_of_another_machine_or_model_is_never_used(tmp_path, monkeypatch):
-    from convselect import _predictor
-    from convselect.model import host
+    from convselect.model import loaded
 
-    found = sorted(_predictor.nearest_artifact().parent.glob("cpu-x86-avx*.npz"))[0]
+    found = sorted(loaded.nearest_artifact().parent.glob("cpu-x86-avx*.npz"))[0]
     monkeypatch.undo()  # the real choice
     monkeypatch.setenv("CONVSELECT_ARTIFACT", str(found))
     path = tmp_path / "calibration.json"
@@ -816,10 +817,10 @@ def test_b74_a_correction_of_another_machine_or_model_is_never_used(tmp_path, mo
     problem = conv_problem(1, 64, 28, 28, 64, 3, 3, padding=1)
 
     def gain(**changes):
-        own = dict(fingerprint=host.fingerprint(), artifact=found.stem, digest=_predictor.digest(found), problems=1)
+        own = dict(fingerprint=cpu_fingerprint(), artifact=found.stem, digest=loaded.digest(found), problems=1)
         path.write_text(json.dumps({**own, "bias": dict.fromkeys(BY_NAME, 50.0), **changes}))
         convselect.unload()
-        return _predictor.get().predict(problem).log_gain("im2col_gemm")
+        return loaded.get().predict(problem).log_gain("im2col_gemm")
 
     assert gain() > 20
     for changes in ({"fingerprint": "another"}, {"artifact": "another"}, {"digest": "another"}):

@@ -5,18 +5,19 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 from _parity import OTHER, assert_same, bound, favouring
+from places import ROOT, TESTS
 from test_functional import algorithms_of
 from torch import nn
 from torch.nn.utils import parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
 import convselect
-from convselect import SelectedConv2d, _predictor, dispatch
+from convselect import SelectedConv2d, lru
+from convselect.model import loaded
 
 GEMM = "im2col_gemm"
 LIMIT = 10 * bound(torch.float32, GEMM)
@@ -130,8 +131,8 @@ class ByGradMode:
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_recomputed_forward_takes_the_same_algorithms(use_reentrant, autocast, monkeypatch):
     """Reentrant checkpoints run forward without gradients and again with them. The bits must not change in between."""
-    monkeypatch.setattr(_predictor, "get", ByGradMode)
-    dispatch.clear()
+    monkeypatch.setattr(loaded, "get", ByGradMode)
+    lru.clear()
     _, model = two("converted")
     outputs, ran, kept = [], [], []
     # Not of the last layer: recomputing stops once everything is there that was saved.
@@ -457,13 +458,13 @@ def test_masked_and_nested_and_sparse_operands_raise_what_pytorch_raises():
 
 
 def test_the_page_names_tests_that_exist():
-    page = Path(__file__).parent.parent / "docs" / "compatibility.md"
+    page = ROOT / "docs" / "compatibility.md"
     if not page.exists():
         pytest.skip("an installed package has no documents around it")
     named = re.findall(r"`(test_\w+)\.py::(test_\w+)`", page.read_text())
     assert len(named) > 40
     for file, name in named:
-        source = (Path(__file__).parent / f"{file}.py").read_text()
+        source = next(TESTS.rglob(f"{file}.py")).read_text()
         assert re.search(rf"^def {name}\(", source, re.MULTILINE), f"{file}.py has no {name}"
     rows = [line for line in page.read_text().splitlines() if line.startswith("| ") and "---" not in line]
     assert all("`test_" in row for row in rows if not row.startswith("| feature")), "a row without a test"

@@ -16,7 +16,8 @@ from _parity import OTHER, assert_same, bound, favouring
 from torch import nn
 
 import convselect
-from convselect import _predictor, dispatch
+from convselect.eager import dispatch
+from convselect.model import loaded
 from convselect.problem import conv_problem
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo")
@@ -30,7 +31,8 @@ import torch, torch.distributed as dist
 from torch import nn
 torch.set_num_threads(1)
 import convselect
-from convselect import _predictor, dispatch
+from convselect.model import loaded
+from convselect.eager import dispatch
 from _parity import favouring
 rank = int(os.environ["RANK"])
 dist.init_process_group("gloo", timeout=timedelta(seconds=120))
@@ -270,15 +272,15 @@ def test_a_given_model_is_kept_until_taken_back():
 
     problem = conv_problem(1, 8, 8, 8, 8, 3, 3)
     try:
-        _predictor.give(FakePredictor(GEMM))
+        loaded.give(FakePredictor(GEMM))
         for _ in range(2):
-            assert _predictor.get().predict(problem).ranked[0] == GEMM
+            assert loaded.get().predict(problem).ranked[0] == GEMM
             convselect.unload()
-        _predictor.give(None)
-        assert _predictor.get() is None
+        loaded.give(None)
+        assert loaded.get() is None
     finally:
         convselect.distributed.own_choices()
-    assert _predictor._given is None
+    assert loaded._given is None
     assert not dispatch.choices.entries
 
 

@@ -20,8 +20,10 @@ from typer.main import get_command
 
 import convselect
 from benchmarks import _tables, figures
-from convselect import _remembered, dispatch, doctor, settings
-from convselect.cli import _app
+from convselect import lru, settings
+from convselect.cli.main import _app
+from convselect.doctor import doctor
+from convselect.store import process
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -62,8 +64,8 @@ def sandbox(tmp_path, monkeypatch) -> Iterator[None]:
     yield
     convselect.disable()
     settings.set_default_settings(before)
-    _remembered.configure(None)
-    dispatch.clear()
+    process.configure(None)
+    lru.clear()
 
 
 def test_the_parser_of_this_file_sees_what_it_must(tmp_path):

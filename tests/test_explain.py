@@ -9,10 +9,12 @@ from fake_model import use_fake
 from torch import nn
 
 import convselect
-from convselect import _predictor, dispatch, settings
-from convselect.choose import Choice
+from convselect import lru, settings
+from convselect.choice.choose import Choice
+from convselect.eager import dispatch
 from convselect.explain import short
-from convselect.kernels import ALL
+from convselect.kernels.pool import ALL
+from convselect.model import loaded
 from convselect.problem import ConvProblem, Direction, conv_problem
 
 CONV3 = conv_problem(1, 32, 16, 16, 32, 3, 3, padding=1)
@@ -145,8 +147,8 @@ def test_it_prints_without_rich(monkeypatch):
 
 
 def test_without_a_model_it_says_so(monkeypatch):
-    monkeypatch.setattr(_predictor, "get", lambda: None)
-    dispatch.clear()
+    monkeypatch.setattr(loaded, "get", lambda: None)
+    lru.clear()
     found = convselect.explain(nn.Conv2d(3, 4, 3), torch.randn(1, 3, 8, 8))
     assert "No trained model" in str(found)
     assert {r.source for r in found} == {"fallback"}

@@ -29,10 +29,12 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import convselect
-from convselect import NotApplicable, _predictor, dispatch
-from convselect._aten_strides import result_strides
-from convselect.kernels import BY_NAME
+from convselect import NotApplicable
+from convselect.aten.strides import result_strides
+from convselect.eager import dispatch
 from convselect.kernels._native_ops import overruns_in_channels_last
+from convselect.kernels.pool import BY_NAME
+from convselect.model import loaded
 from convselect.problem import DTYPE_NAMES, Direction
 
 FORCEABLE = tuple(name for name in NAMES if name not in ("native", "upcast", "depthwise", "grouped"))
@@ -725,7 +727,7 @@ def python(code, **environment):
 def test_environment_sets_the_policy():
     code = """
         import torch, convselect
-        from convselect import dispatch
+        from convselect.eager import dispatch
         ran = []
         original = dispatch._execute
         dispatch._execute = lambda choice, *rest: (ran.append(choice.algorithm), original(choice, *rest))[1]
@@ -884,13 +886,14 @@ def test_fork():
         import torch
         torch.set_num_threads(1)
         import convselect
-        from convselect import dispatch, _predictor
+        from convselect.eager import dispatch
+        from convselect.model import loaded
         warnings.simplefilter("ignore")
         x, weight = torch.randn(1, 3, 8, 8), torch.randn(4, 3, 3, 3)
         convselect.conv2d(x, weight, policy="im2col_gemm")
         held, done = threading.Event(), threading.Event()
         def hold():
-            with dispatch.plans._lock, dispatch.choices._lock, _predictor._lock:
+            with dispatch.plans._lock, dispatch.choices._lock, loaded._lock:
                 held.set()
                 done.wait()
         thread = threading.Thread(target=hold)
@@ -926,14 +929,14 @@ def test_fork():
 
 
 def test_an_automatic_choice_that_fails_falls_back_to_native(monkeypatch):
-    from convselect import _warnings
+    from convselect import warnings
 
     def broken(self, *arguments):
         raise MemoryError("no memory today")
 
     algorithm = type(BY_NAME[OTHER])
     x, weight, bias = (t.requires_grad_() for t in operands_for())
-    monkeypatch.setattr(_warnings, "_given", set())
+    monkeypatch.setattr(warnings, "_given", set())
     for method in ("forward", "backward_data", "backward_weight"):
         monkeypatch.setattr(algorithm, method, broken)
     with favouring(OTHER):
@@ -953,7 +956,7 @@ def test_budgets_hold_for_automatic_choices(monkeypatch):
             assert algorithms_of(lambda: convselect.conv2d(x, weight, bias)) == []
     with favouring("reference"):  # never chosen, however well it is predicted
         assert algorithms_of(lambda: convselect.conv2d(x, weight, bias)) == []
-    monkeypatch.setattr(_predictor, "get", lambda: Favourite(OTHER, gain=0.01))
+    monkeypatch.setattr(loaded, "get", lambda: Favourite(OTHER, gain=0.01))
     convselect.clear()
     assert algorithms_of(lambda: convselect.conv2d(x, weight, bias)) == [], "a gain below the margin"
 

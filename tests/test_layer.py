@@ -19,7 +19,8 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 import convselect
-from convselect import NotApplicable, SelectedConv2d, dispatch
+from convselect import NotApplicable, SelectedConv2d
+from convselect.eager import dispatch
 
 # What an automatic choice takes in these tests: one algorithm that copies layouts, one that is no aten convolution.
 FAVOURITES = [None, OTHER, "im2col_gemm"]

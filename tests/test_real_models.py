@@ -23,7 +23,7 @@ from tolerances import FORWARD, WEIGHT_GRADIENT_FACTOR
 from torch import nn
 
 import convselect
-from convselect.kernels import Grade
+from convselect.kernels._contract import Grade
 
 # Name -> what it has that others have not.
 TIMM = {

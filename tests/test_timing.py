@@ -1,4 +1,4 @@
-"""Interleaving, statistics and the environment. Times come from a fake clock wherever a number is asserted."""
+"""Interleaving, statistics and the run_environment. Times come from a fake clock wherever a number is asserted."""
 
 from __future__ import annotations
 
@@ -9,15 +9,8 @@ import pytest
 import torch
 
 from convselect import timing
-from convselect.timing import (
-    Clock,
-    Deadline,
-    Timing,
-    assert_timer_sane,
-    environment,
-    interleaved,
-    ratio,
-)
+from convselect.machine.environment import run_environment
+from convselect.timing import Clock, Deadline, Timing, assert_timer_sane, interleaved, ratio
 
 
 class FakeClock:
@@ -147,7 +140,7 @@ def test_deadline() -> None:
 
 
 def test_environment_says_everything_that_changes_a_measurement() -> None:
-    env = environment()
+    env = run_environment()
     assert set(env) >= {
         "device",
         "isa",
@@ -172,7 +165,7 @@ def test_environment_reports_malloc_and_isa_limits(monkeypatch) -> None:
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "123")
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     monkeypatch.delenv("MALLOC_TOP_PAD_", raising=False)
-    env = environment()
+    env = run_environment()
     assert env["malloc"]["MALLOC_TRIM_THRESHOLD_"] == "123"
     assert env["malloc"]["MALLOC_TOP_PAD_"] is None
     assert env["isa_limits"]["ONEDNN_MAX_CPU_ISA"] == "AVX2"

@@ -7,7 +7,7 @@ element-wise trouble (a wrong tail, a NaN) is far above every row here.
 
 from __future__ import annotations
 
-from convselect.kernels import Algorithm, Grade
+from convselect.kernels._contract import Algorithm, Grade
 from convselect.problem import ConvProblem, Direction
 
 # (dtype, grade) -> relative L2 error

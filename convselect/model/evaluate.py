@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from convselect.choose import GRADE_OF_PRECISION
-from convselect.kernels import BY_NAME
-from convselect.model.dataset import Row, Table, family_of, folds, kernel_class
+from convselect.choice.choose import GRADE_OF_PRECISION
+from convselect.kernels.pool import BY_NAME
+from convselect.measure.rows import Row, kernel_class
+from convselect.model.dataset import Table, family_of, folds
 
 MARGINS = (0.15, 0.2, 0.25, 0.3, 0.4)
 """Candidates for the predicted ln(t_native / t) up to which native is kept. None is lower, although 0.1 would do on

@@ -20,19 +20,17 @@ from typing import Any
 
 import numpy as np
 
-from convselect.features import FEATURE_NAMES, FEATURES_VERSION, features
+from convselect.machine.host import SIXTEEN_BIT_FLAGS
 from convselect.model import _archive
 from convselect.model._archive import Array
 from convselect.model._archive import ArtifactError as ArtifactError  # where others look for it
+from convselect.model.features import FEATURE_NAMES, FEATURES_VERSION, features
 from convselect.problem import ConvProblem
 
 FORMAT_VERSION = 1
 WHAT = "model file"
 NATIVE = "native"
 ARTIFACTS = Path(__file__).parent / "artifacts"
-
-SIXTEEN_BIT_FLAGS = {"bfloat16": ("avx512_bf16", "amx_bf16"), "float16": ("avx512_fp16", "amx_fp16")}
-"""Processor features that decide whether native computes in a 16-bit type or emulates it, 5 to 30 times slower."""
 
 LOG_GAIN_PER_UNSEEN_DOUBLING = math.log(1.5)
 """Added to the margin for each doubling of threads beyond those measured."""
@@ -119,7 +117,7 @@ class Calibration:
     """Corrections of one artifact for one machine.
 
     Attributes:
-        fingerprint: of the machine, `host.fingerprint`.
+        fingerprint: of the machine, `cpu_fingerprint`.
         artifact, digest: name of the model file's family, and digest of its bytes.
         bias: algorithm -> what to add to its predicted ln(t_native / t).
         problems: how many were timed.

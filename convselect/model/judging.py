@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from convselect import timing
-from convselect.features import features
+from convselect.machine.environment import run_environment
 from convselect.model import evaluate as ev
 from convselect.model.dataset import Table, read_measurements
+from convselect.model.features import features
 from convselect.model.inference import Predictor
 from convselect.model.selectors import named, r_squared
 from convselect.model.train import Recipe, design, fit, is_foreign, learner, log_gains, read_measured
@@ -76,7 +77,7 @@ def judge_all(
     result: dict[str, Any] = {
         "problems": len(table.problems),
         "split": "as it is" if not selectors else f"{len(set(fold.tolist()))} folds by {kept_apart}",
-        "environment": timing.environment(),
+        "environment": run_environment(),
         "lines": _lines(judged),
         "judged": judged,
         "noise": None if any(map(is_foreign, paths)) else ev.label_noise(read_measurements(paths)[0]),

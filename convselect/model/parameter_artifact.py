@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from convselect.kernels import Algorithm
+from convselect.kernels._contract import Algorithm
 from convselect.model import _archive
 from convselect.model.decoding import ARRAYS, Decoder, beam_search
 from convselect.model.inference import ARTIFACTS, ArtifactError

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from convselect._calls import problem_of
-from convselect.model.dataset import KERNEL_CLASSES, kernel_class
-from convselect.model.inference import SIXTEEN_BIT_FLAGS
+from convselect.aten.arguments import problem_of
+from convselect.machine.host import SIXTEEN_BIT_FLAGS
+from convselect.measure.rows import KERNEL_CLASSES, kernel_class
 from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction, conv_problem, layout_of
 
 Layer = tuple[str, ConvProblem]

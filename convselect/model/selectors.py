@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from convselect.measure.measure import threads
 from convselect.model.dataset import Table
 from convselect.model.evaluate import Fit, Floats, fixed_order
-from convselect.model.measure import threads
 from convselect.model.targets import masked_cross_entropy, probabilities
 
 NAMES = ("gbdt", "lambdarank", "mlp", "resnet18", "neighbour", "native", "best_single")

@@ -23,10 +23,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from convselect.choose import PLAN_COST_US
-from convselect.features import FEATURE_NAMES, features
+from convselect.choice.choose import PLAN_COST_US
+from convselect.measure.measure import threads
+from convselect.measure.rows import kernel_class
 from convselect.model import reformer
-from convselect.model.dataset import Table, family_of, is_wide, kernel_class, read_measurements, read_wide
+from convselect.model.dataset import Table, family_of, is_wide, read_measurements, read_wide
 from convselect.model.evaluate import (
     Fit,
     Floats,
@@ -37,11 +38,11 @@ from convselect.model.evaluate import (
     split,
     summary,
 )
+from convselect.model.features import FEATURE_NAMES, features
 from convselect.model.inference import Card, Predictor, artifact_path, save
-from convselect.model.measure import threads
 from convselect.model.targets import loss_of, probabilities
 from convselect.problem import ConvProblem
-from convselect.store import is_store
+from convselect.store.store import is_store
 
 MIN_PROBLEMS_PER_DTYPE = 30
 """An element type with fewer measured problems is declined at run time."""

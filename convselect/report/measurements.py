@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from convselect import timing
-from convselect.choose import PLAN_COST_US
+from convselect.choice.choose import PLAN_COST_US
+from convselect.machine.environment import run_environment
+from convselect.measure.rows import MACHINE, Row, environment_path, read_rows
 from convselect.model import evaluate as ev
-from convselect.model.dataset import MACHINE, Row, Table, environment_path, is_wide, read_rows, read_wide
+from convselect.model.dataset import Table, is_wide, read_wide
 from convselect.model.inference import Predictor, artifact_path
 from convselect.problem import ConvProblem
 
@@ -129,7 +130,7 @@ def of_data(path: str | Path, artifact: str | Path | None = None) -> DataReport:
     made = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     noise = ev.label_noise(rows)
     shown = tuple(sorted(choices, key=lambda one: one.used, reverse=True)[:CHOICES])
-    environment = timing.environment()
+    environment = run_environment()
     if table is None:
         return DataReport(
             name, machine, others, len(rows), 0, "native", (), {}, {}, (), (), "", False, (), (), noise, shown,
@@ -213,7 +214,7 @@ def _predictor(artifact: str | Path | None, machine: Mapping[str, Any]) -> Predi
 def _read(
     path: Path,
 ) -> tuple[str, list[Row], dict[str, Any], int, Table | None, list[Kept], dict[str, int]]:
-    from convselect.store import Store, is_store
+    from convselect.store.store import Store, is_store
 
     name = path.name
     if not is_store(path):

@@ -13,19 +13,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from convselect import _predictor, _remembered, dispatch, settings, timing
-from convselect._execution import eager_choice
-from convselect._verify import OnTrial
-from convselect.bench import Result, bench
-from convselect.choose import NATIVE, PLAN_COST_US, Choice
+from convselect import settings, timing
+from convselect.choice.choose import NATIVE, PLAN_COST_US, Choice
 from convselect.convert import convert, revert
+from convselect.doctor.bench import Result, bench
+from convselect.eager import dispatch
+from convselect.eager.execution import eager_choice
+from convselect.eager.live_trial import OnTrial
 from convselect.explain import explain_problem
-from convselect.kernels import BY_NAME
+from convselect.kernels.pool import BY_NAME
 from convselect.layer import SelectedConv2d
-from convselect.model.dataset import Row
+from convselect.machine.environment import run_environment
+from convselect.measure.rows import Row
+from convselect.model import loaded
 from convselect.problem import ConvProblem, Direction
 from convselect.report.end_to_end import EndToEnd, Spread, end_to_end, infer, step
 from convselect.report.stored import Times, stored_times
+from convselect.store import process
 
 END_TO_END_SHARE = 0.4
 """Of the time given; the rest goes to the layers."""
@@ -209,11 +213,11 @@ def of_model(
             }
             ends = end_to_end(native, converted, x, sums, seconds * END_TO_END_SHARE, on_stage)
         current = settings.current()
-        silent = current.chooses and layers and not any(_predictor.get_for(layer.problem) for layer in layers)
+        silent = current.chooses and layers and not any(loaded.get_for(layer.problem) for layer in layers)
     note = "No trained model is in use on this machine: automatic choices are native." if silent else ""
     return NetworkReport(
         name, tuple(x.shape), str(x.dtype).removeprefix("torch."), training, current.policy, tuple(layers),
-        tuple(ends), left_alone, timing.environment(), str(current), note, _now(),
+        tuple(ends), left_alone, run_environment(), str(current), note, _now(),
     )  # fmt: skip
 
 
@@ -308,11 +312,11 @@ def _layer(
             result = bench(problem, seconds, only=None if measure else {choice.algorithm})
         source = choice.source
         if source == "store":
-            decision = _remembered.look_up(problem, current.budgets)
+            decision = process.look_up(problem, current.budgets)
             source = f"store ({decision.source})" if decision is not None else source
         elif _on_trial(problem, None):
             source = f"{source} (on trial)"
-        predictor = _predictor.get_for(problem) if current.chooses else None
+        predictor = loaded.get_for(problem) if current.chooses else None
         prediction = None if predictor is None else predictor.predict(problem)
     gains: dict[str, float] = {}
     if prediction is not None:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from convselect.choose import NATIVE
+from convselect.choice.choose import NATIVE
 from convselect.explain import short
-from convselect.model.dataset import KERNEL_CLASSES
+from convselect.measure.rows import KERNEL_CLASSES
 from convselect.report.charts import (
     COLOURS,
     Bar,

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from convselect import _here, _remembered
-from convselect.kernels import BY_NAME
-from convselect.model.dataset import MACHINE, Row, environment_path, read_rows
+from convselect.kernels.pool import BY_NAME
+from convselect.machine.environment import choice_environment
+from convselect.measure.rows import MACHINE, Row, environment_path, read_rows
 from convselect.problem import ConvProblem
+from convselect.store import process
 
 Times = Mapping[ConvProblem, Mapping[str, Row]]
 """Problem -> algorithm -> its row."""
@@ -24,7 +25,7 @@ def stored_times(path: str | Path | None) -> Times:
         ValueError: where a file that was named holds nothing of this machine. StoreError, OSError: where it cannot be
             read.
     """
-    here = {name: _here.environment("cpu")[1][name] for name in MACHINE}
+    here = {name: choice_environment("cpu")[1][name] for name in MACHINE}
     rows: list[Row] = []
     machines: list[dict[str, Any]] = []
     for about, found in _measurements(path):
@@ -47,10 +48,10 @@ def _measurements(path: str | Path | None) -> Iterator[tuple[dict[str, Any], lis
     """(machine, rows) of a file, or of the user's own store where there is one that can be read."""
     import sqlite3
 
-    from convselect.store import Store, StoreError, is_store
+    from convselect.store.store import Store, StoreError, is_store
 
     try:
-        file = _remembered.user_path() if path is None else Path(path)
+        file = process.user_path() if path is None else Path(path)
         if path is None and not file.exists():
             return
         if not is_store(file):

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from convselect.features import FEATURE_NAMES, features
+from convselect.model.features import FEATURE_NAMES, features
 from convselect.problem import ConvProblem
 from convselect.tune.programs import Program
 

@@ -9,9 +9,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from convselect.choose import NATIVE, refusal
-from convselect.kernels import BY_NAME, Algorithm
+from convselect.choice.choose import NATIVE, refusal
+from convselect.kernels._contract import Algorithm
 from convselect.kernels._space import Parameter, Space
+from convselect.kernels.pool import BY_NAME
 from convselect.problem import ConvProblem
 from convselect.settings import Settings
 

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from convselect import timing
-from convselect.choose import NATIVE, PLAN_COST_US
-from convselect.kernels import BY_NAME, Algorithm
-from convselect.model import measure
+from convselect.choice.choose import NATIVE, PLAN_COST_US
+from convselect.kernels._contract import Algorithm
+from convselect.kernels.pool import BY_NAME
+from convselect.measure import measure
 from convselect.problem import ConvProblem
 from convselect.tune.programs import Program
 from convselect.tune.records import Measured, Recorded

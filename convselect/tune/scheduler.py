@@ -20,7 +20,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from convselect.model.dataset import kernel_class
+from convselect.measure.rows import kernel_class
 from convselect.problem import ConvProblem
 from convselect.tune.search import Search
 

@@ -9,12 +9,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from convselect import _here, _predictor, _remembered, timing
-from convselect.choose import NATIVE, choose
-from convselect.kernels import BY_NAME
+from convselect import timing
+from convselect.choice.choose import NATIVE, choose
+from convselect.kernels.pool import BY_NAME
+from convselect.machine import environment
+from convselect.model import loaded
 from convselect.problem import ConvProblem
 from convselect.settings import Settings
-from convselect.store import Decision
+from convselect.store import process
+from convselect.store.store import Decision
 from convselect.tune.cost_model import CostModel
 from convselect.tune.programs import Program, Programs
 from convselect.tune.records import Log, Measured, Recorded
@@ -183,7 +186,7 @@ def problems_of(
     found = []
     for problem, calls in problems:
         programs = Programs.of(problem, settings)
-        name = choose(problem, BY_NAME, settings, predictor=_predictor.get_for(problem)).algorithm
+        name = choose(problem, BY_NAME, settings, predictor=loaded.get_for(problem)).algorithm
         found.append((programs, calls, programs.default(name if name in programs.spaces else NATIVE)))
     return found
 
@@ -201,8 +204,8 @@ def keep(outcomes: Iterable[Outcome], settings: Settings) -> None:
             one.problem, settings.budgets, program.algorithm, params_of(one.problem, program), "tune", verdict.gain,
             BY_NAME[program.algorithm].revision, verdict.rounds,
         )  # fmt: skip
-        _remembered.remember(decision)
-    _remembered.flush()
+        process.remember(decision)
+    process.flush()
 
 
 def user_log() -> Log:
@@ -211,9 +214,9 @@ def user_log() -> Log:
     Raises:
         OSError: where the store is switched off, or this user has no home.
     """
-    return log_beside(_remembered.user_path())
+    return log_beside(process.user_path())
 
 
 def log_beside(store: Path) -> Log:
-    mark = _here.fingerprint_of("cpu") or "unknown"
+    mark = environment.fingerprint_of("cpu") or "unknown"
     return Log(store.with_name(store.stem + ".programs.jsonl"), mark, {n: a.revision for n, a in BY_NAME.items()})

@@ -13,7 +13,7 @@ def command_reference() -> str:
     from typer.cli import get_docs_for_click
     from typer.main import get_command
 
-    from convselect.cli import _app
+    from convselect.cli.main import _app
 
     command = get_command(_app())
     with command.make_context("convselect", [], resilient_parsing=True) as context:

@@ -9,9 +9,11 @@ from checking import check
 from problems import random_operands
 from tolerances import tolerance
 
-from convselect.kernels import BY_NAME, NotApplicable, depthwise_triton
-from convselect.kernels._triton import configurations
+from convselect.kernels._contract import NotApplicable
+from convselect.kernels.pool import BY_NAME
 from convselect.kernels.reference import Reference
+from convselect.kernels.triton import depthwise as triton_depthwise
+from convselect.kernels.triton.launch import configurations
 from convselect.problem import ConvProblem, Direction, conv_problem
 
 ALGORITHM = BY_NAME["depthwise_triton"]
@@ -85,14 +87,14 @@ def test_operands_lie_anyhow(direction, layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("direction", Direction)
 def test_offsets_of_64_bits(direction, layout, monkeypatch):
-    monkeypatch.setattr(depthwise_triton, "SPLIT_ELEMENTS", 1)
+    monkeypatch.setattr(triton_depthwise, "SPLIT_ELEMENTS", 1)
     check(ALGORITHM, SMALL.with_direction(direction), layout)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_many_parts(layout, monkeypatch):
     """The sum over parts has a rest, and a part of the last block of outputs is empty."""
-    monkeypatch.setattr(depthwise_triton, "_FEWEST_STEPS", 1)
+    monkeypatch.setattr(triton_depthwise, "_FEWEST_STEPS", 1)
     problem = depthwise(5, 2, 7, 7, 3, 3, padding=1, direction=Direction.BACKWARD_WEIGHT)
     check(ALGORITHM, problem, layout)
 

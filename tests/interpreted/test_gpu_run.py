@@ -9,8 +9,9 @@ import typer
 from tiny_triton import Tiny
 
 from benchmarks import _gpu_compile, gpu_run
-from convselect.kernels import BY_NAME
-from convselect.model.dataset import read_measurements, read_rows
+from convselect.kernels.pool import BY_NAME
+from convselect.measure.rows import read_rows
+from convselect.model.dataset import read_measurements
 
 
 def run(out, **options) -> int:

@@ -9,8 +9,9 @@ import pytest
 from checking import check
 from problems import LAYOUTS
 
-from convselect.kernels import _large_depthwise_plan, _triton
-from convselect.kernels.large_depthwise_triton import LargeDepthwiseTriton
+from convselect.kernels.triton import large_depthwise_plan
+from convselect.kernels.triton import launch as launcher
+from convselect.kernels.triton.large_depthwise import LargeDepthwiseTriton
 from convselect.problem import Direction, conv_problem
 
 ALGORITHM = LargeDepthwiseTriton()
@@ -78,9 +79,11 @@ def test_weight_layouts(weight_layout):
 def configurations():
     seen = []
     for arch in (80, 90):
-        with _triton.assumed_arch(arch):
+        with launcher.assumed_arch(arch):
             for kernel in ("banded", "banded_gradient", "correlate"):
-                seen += [(kernel, c) for c in _triton.configurations(ALGORITHM.name, kernel) if (kernel, c) not in seen]
+                seen += [
+                    (kernel, c) for c in launcher.configurations(ALGORITHM.name, kernel) if (kernel, c) not in seen
+                ]
     return seen
 
 
@@ -105,11 +108,11 @@ def test_every_configuration(kernel, config):
 
 
 def test_offsets_of_64_bits(monkeypatch):
-    _large_depthwise_plan.planned.cache_clear()
-    monkeypatch.setattr(_large_depthwise_plan, "_wide", lambda *elements: True)
+    large_depthwise_plan.planned.cache_clear()
+    monkeypatch.setattr(large_depthwise_plan, "_wide", lambda *elements: True)
     for direction in DIRECTIONS:
         check(ALGORITHM, depthwise(2, 2, 3, 4, 7, 7, 3).with_direction(direction), "channels_last")
-    _large_depthwise_plan.planned.cache_clear()
+    large_depthwise_plan.planned.cache_clear()
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)

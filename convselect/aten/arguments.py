@@ -1,0 +1,117 @@
+"""What the arguments of a call amount to: its problem, whether aten would accept it, and what autocast makes of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from convselect.aten.autograd import in_functorch
+from convselect.aten.strides import result_strides
+from convselect.problem import (
+    CHANNELS_LAST,
+    CONTIGUOUS,
+    DTYPE_NAMES,
+    ConvProblem,
+    Direction,
+    canonical_strides,
+    layout_of,
+    padding_sides,
+    pair,
+)
+
+threads = torch.get_num_threads
+deterministic: Any = torch._C._get_deterministic_algorithms
+fp32_precision: Any = torch._C._get_fp32_precision_getter
+
+_DEVICES = frozenset({"cpu", "cuda"})
+# What autocast casts: floating point except float64.
+_CAST_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
+
+
+def problem_of(x: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any, groups: int) -> ConvProblem | None:
+    """The forward problem, None where the arguments do not even have its form."""
+    if x.dim() != 4 or weight.dim() != 4 or x.dtype not in DTYPE_NAMES or x.device.type not in _DEVICES:
+        return None
+    try:
+        stride_h, stride_w = pair(stride)
+        dil_h, dil_w = pair(dilation)
+        K, _, R, S = weight.shape
+        if any(not isinstance(v, str | int) and len(v) > 2 for v in (stride, padding, dilation)):
+            return None
+        pads = padding_sides(padding, (R, S), (dil_h, dil_w))
+    except (TypeError, ValueError, IndexError):
+        return None
+    if x.is_cpu:
+        tf32 = fp32_precision("mkldnn", "conv") not in ("none", "ieee")
+    else:
+        tf32 = x.dtype == torch.float32 and fp32_precision("cuda", "conv") == "tf32"
+    # cuDNN's own flag asks for as much where cuDNN computes.
+    settled = deterministic() or (x.is_cuda and torch.backends.cudnn.deterministic)
+    N, C, H, W = x.shape
+    return ConvProblem(
+        Direction.FORWARD, N, C, H, W, K, R, S, stride_h, stride_w, *pads, dil_h, dil_w, groups,
+        DTYPE_NAMES[x.dtype], _layout(x), _layout(weight), x.device.type, threads(), settled, tf32,
+    )  # fmt: skip
+
+
+def _layout(t: Tensor) -> str:
+    """As `layout_of`. Under vmap a tensor knows its strides but does not answer about channels_last."""
+    return layout_of(torch.empty_strided(t.shape, t.stride(), device="meta") if in_functorch() else t)
+
+
+def valid(p: ConvProblem, x: Tensor, weight: Tensor, bias: Tensor | None, padding: Any, *, cast: bool) -> bool:
+    """Whether this is a convolution that aten accepts and that has something to compute. What it does not accept is
+    handed to it, so that the error is its own."""
+    numbers = (p.stride_h, p.stride_w, p.dil_h, p.dil_w, p.groups, *p.padding)
+    return (
+        all(isinstance(n, int) for n in numbers)
+        and min(p.stride_h, p.stride_w, p.dil_h, p.dil_w, p.groups) > 0
+        and min(p.padding) >= 0
+        and not (padding == "same" and (p.stride_h, p.stride_w) != (1, 1))
+        and x.numel() > 0
+        and weight.numel() > 0
+        and weight.shape[1] * p.groups == p.C
+        and p.K % p.groups == 0
+        and p.H + p.pad_top + p.pad_bottom >= p.kernel_extent[0]
+        and p.W + p.pad_left + p.pad_right >= p.kernel_extent[1]
+        and weight.dtype == x.dtype
+        and weight.device == x.device
+        and x.layout == weight.layout == torch.strided
+        and (bias is None or bias_fits(bias, x, p.K, cast=cast))
+    )
+
+
+def y_layout(x: Tensor, weight: Tensor, problem: ConvProblem) -> str:
+    """The layout y will have, and with it, as a rule, its gradient."""
+    N, K, P, Q = problem.y_shape
+    strides = result_strides(x, weight, problem).y
+    return CONTIGUOUS if strides == canonical_strides((N, K, P, Q), CONTIGUOUS) else CHANNELS_LAST
+
+
+def bias_fits(bias: Tensor, x: Tensor, K: int, *, cast: bool) -> bool:
+    return (
+        bias.shape == (K,)
+        and bias.device == x.device
+        and bias.layout == torch.strided
+        and (bias.dtype == x.dtype or (cast and {bias.dtype, x.dtype} <= _CAST_DTYPES))
+    )
+
+
+def are_ints(*values: Any) -> bool:
+    return all(
+        type(v) is int or type(v) is str or (isinstance(v, tuple) and all(type(n) is int for n in v)) for v in values
+    )
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | bool:
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else False
+
+
+def cast_like_autocast(t: Tensor, dtype: torch.dtype | bool) -> Tensor:
+    """Autocast's rule: floating point except float64 is cast."""
+    if isinstance(dtype, torch.dtype) and t.is_floating_point() and t.dtype != torch.float64:
+        return t.to(dtype)
+    return t

@@ -1,0 +1,122 @@
+"""The strides that aten's convolution gives its results; ours must be the same to the last number."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from convselect.aten.autograd import in_functorch
+from convselect.kernels._native_ops import even_padding
+from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, canonical_strides
+
+Strides = tuple[int, ...]
+
+
+class ResultStrides(NamedTuple):
+    y: Strides
+    grad_x: Strides
+    grad_weight: Strides
+
+
+def result_strides(x: Tensor, weight: Tensor, problem: ConvProblem) -> ResultStrides:
+    """Strides of y, grad_x and grad_weight for this very call. Costs 10 to 35 us: ask once per plan.
+
+    aten picks a backend, the backend a memory format from x and weight together, and all three results are freshly
+    allocated in it. Both decisions are asked of aten itself, so that they cannot drift apart from it.
+    """
+    if in_functorch():  # wrapped tensors do not answer questions about their layout
+        x, weight = (torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in (x, weight))
+    padding, rest = even_padding(problem)
+    if rest is None:
+        return _evenly_padded(x, weight, problem, padding)
+    padded = F.pad(x.detach(), rest)
+    _, _, H, W = padded.shape
+    grown = problem._replace(
+        H=H, W=W, pad_top=padding[0], pad_bottom=padding[0], pad_left=padding[1], pad_right=padding[1]
+    )
+    strides = _evenly_padded(padded, weight, grown, padding)
+    # grad_x is cut out of the gradient of the padded x, and cloned: that keeps the strides of a single image.
+    grad = torch.empty_strided(padded.shape, strides.grad_x, device="meta")
+    left, _, top, _ = rest
+    cut = grad.narrow(2, top, problem.H).narrow(3, left, problem.W).clone()
+    return strides._replace(grad_x=cut.stride())
+
+
+def _evenly_padded(x: Tensor, weight: Tensor, problem: ConvProblem, padding: tuple[int, int]) -> ResultStrides:
+    G = problem.groups
+    backend = torch._C._select_conv_backend(
+        x, weight, None, problem.stride, padding, problem.dilation, False, (0, 0), G
+    )
+    memory_format = torch._C._conv_determine_backend_memory_format(x, weight, backend)
+    if memory_format != torch.channels_last:
+        return _all_in(problem, CONTIGUOUS, CONTIGUOUS)
+    # The backend gets both operands made channels_last and reads the format off them again: one channel or one pixel
+    # may then say contiguous.
+    x, weight = _moved(x), _moved(weight)
+    by_group = G > 1 and "Slow" in str(backend)
+    if by_group:
+        x, weight = _slice(x, 1, problem.C // G), _slice(weight, 0, problem.K // G)
+    of_weight = suggested_layout(weight.shape, weight.stride())
+    layout = CHANNELS_LAST if CHANNELS_LAST in (of_weight, suggested_layout(x.shape, x.stride())) else CONTIGUOUS
+    # The plain slow path asks the weight alone for the layout of its gradient.
+    weight_layout = of_weight if str(backend).endswith("Slow2d") else layout
+    strides = _all_in(problem, layout, weight_layout)
+    if not by_group:
+        return strides
+    # The results of the groups are concatenated, in the format that they suggest.
+    part = problem._replace(C=problem.C // G, K=problem.K // G, groups=1)
+    wholes = (problem.y_shape, problem.x_shape, problem.weight_shape)
+    parts = zip((part.y_shape, part.x_shape, part.weight_shape), _all_in(part, layout, weight_layout), strict=True)
+    return ResultStrides(
+        *(canonical_strides(whole, suggested_layout(*one)) for whole, one in zip(wholes, parts, strict=True))
+    )
+
+
+def _all_in(problem: ConvProblem, layout: str, weight_layout: str) -> ResultStrides:
+    return ResultStrides(
+        canonical_strides(problem.y_shape, layout),
+        canonical_strides(problem.x_shape, layout),
+        canonical_strides(problem.weight_shape, weight_layout),
+    )
+
+
+def _moved(t: Tensor) -> Tensor:
+    """t.contiguous(memory_format=torch.channels_last), without the memory."""
+    return torch.empty_strided(t.shape, t.stride(), device="meta").contiguous(memory_format=torch.channels_last)
+
+
+def _slice(t: Tensor, dim: int, size: int) -> Tensor:
+    """The part of one group, as ATen hands it on: contiguous in the format that the whole suggests."""
+    whole = suggested_layout(t.shape, t.stride())
+    memory_format = torch.channels_last if whole == CHANNELS_LAST else torch.contiguous_format
+    return t.narrow(dim, 0, size).contiguous(memory_format=memory_format)
+
+
+def suggested_layout(shape: tuple[int, ...], strides: Strides) -> str:
+    """What ATen's `suggest_memory_format` reads off the strides of a dense tensor, one channel or pixel included."""
+    smallest = 0
+    for d in (1, 3, 2, 0):
+        if strides[d] < smallest or (d == 0 and smallest == strides[1]):
+            return CONTIGUOUS
+        smallest = strides[d] * max(shape[d], 1)
+    return CHANNELS_LAST
+
+
+def with_strides(result: Tensor, strides: Strides) -> Tensor:
+    """`result` with exactly these strides, and not a view (autograd forbids in-place use of a view that a custom
+    function returns). Copies only where the memory really is arranged otherwise."""
+    if result.stride() != strides:
+        shape = result.shape
+        if _same_memory(shape, result.stride(), strides):
+            result = result.as_strided(shape, strides)
+        else:
+            result = torch.empty_strided(shape, strides, dtype=result.dtype, device=result.device).copy_(result)
+    return result.detach() if result._is_view() else result
+
+
+def _same_memory(shape: torch.Size, have: Strides, want: Strides) -> bool:
+    """Whether the strides differ only in dimensions of size one, where they mean nothing."""
+    return all(size == 1 or a == b for size, a, b in zip(shape, have, want, strict=True))

@@ -1,0 +1,59 @@
+"""Why each of the other algorithms was not taken: sentences for `explain`, the log and `bench`."""
+
+from __future__ import annotations
+
+import math
+
+from convselect.choice.choose import NATIVE, Choice, Prediction, refusal
+from convselect.kernels.pool import ALL
+from convselect.problem import ConvProblem
+from convselect.settings import Settings
+
+SHOWN = ("verify", "measure", "store")
+"""Sources of choices that somebody has timed."""
+
+
+def reasons(problem: ConvProblem, choice: Choice, used: Settings, prediction: Prediction | None) -> dict[str, str]:
+    """Name -> one sentence, for every algorithm of the pool but the one that was chosen."""
+    found: dict[str, str] = {}
+    for algorithm in ALL:
+        name = algorithm.name
+        if name == choice.algorithm:
+            continue
+        reason = refusal(algorithm, problem, used)
+        if reason is None and choice.source == "forced":
+            reason = f"{choice.algorithm} was asked for"
+        if reason is None:
+            reason = _by_source(name, choice, prediction)
+        found[name] = reason
+    return found
+
+
+def _by_source(name: str, choice: Choice, prediction: Prediction | None) -> str:
+    if choice.source in SHOWN:
+        return f"timing has settled on {choice.algorithm}" + _predicted(name, prediction)
+    if choice.source == "trial":
+        return "the first calls are being timed" + _predicted(name, prediction)
+    if choice.source == "memory":
+        return f"{choice.algorithm} was chosen before" + _predicted(name, prediction)
+    if prediction is None:
+        return "no model speaks for this problem, so native runs"
+    if name not in prediction.ranked:
+        return "the model was trained before this algorithm existed"
+    if name == NATIVE:
+        return f"{choice.algorithm} is predicted to be {times(choice.predicted_gain)} as fast"
+    gain = math.exp(prediction.log_gain(name))
+    if choice.algorithm == NATIVE and gain > 1:
+        return f"predicted {times(gain)} native's speed, under the margin for leaving native"
+    return f"predicted {times(gain)} native's speed, {choice.algorithm} {times(choice.predicted_gain or 1.0)}"
+
+
+def _predicted(name: str, prediction: Prediction | None) -> str:
+    if name == NATIVE or prediction is None or name not in prediction.ranked:
+        return ""
+    return f" (predicted {times(math.exp(prediction.log_gain(name)))} native's speed)"
+
+
+def times(value: float | None) -> str:
+    """A ratio as people write it: "1.73x"; nothing where there is none."""
+    return "" if value is None else f"{value:.2f}x"

@@ -1,0 +1,118 @@
+"""The command line. Needs the extra `tools` (typer, rich), which is imported only when a command runs.
+
+Annotations are evaluated here (no `from __future__ import annotations`): typer reads them, and some are local names.
+"""
+
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+if TYPE_CHECKING:
+    import typer
+
+_default_format = warnings.formatwarning
+
+
+def main() -> None:
+    """Entry point of `convselect`."""
+    try:
+        import rich  # noqa: F401
+        import typer  # noqa: F401
+    except ModuleNotFoundError as error:
+        print(
+            f"convselect: the command line needs {error.name}: pip install 'convselect[tools]'",
+            file=sys.stderr,
+        )
+        raise SystemExit(1) from None
+    warnings.formatwarning = _formatted
+    _app()()
+
+
+def _formatted(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """convselect's own warnings speak to the user: without the source line they came from."""
+    from convselect import ConvselectWarning
+
+    if issubclass(category, ConvselectWarning):
+        return f"{message}\n"
+    return _default_format(message, category, filename, lineno, line)
+
+
+def _app() -> "typer.Typer":
+    import typer
+
+    app = typer.Typer(
+        help="A drop-in nn.Conv2d that picks the fastest correct algorithm per shape and direction.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+    fail = typer.Exit(2)
+    from convselect.cli import model as cli_model
+    from convselect.cli import params, report, store, tools, tune
+
+    cli_model.register(app)
+    tools.register(app)
+    tune.register(app)
+    params.register(app)
+    report.register(app)
+    app.add_typer(store.app, name="store")
+
+    @app.command()
+    def demo(
+        model: Annotated[
+            str | None, typer.Option(help="Your own model: module:function, called without arguments.")
+        ] = None,
+        input_shape: Annotated[str | None, typer.Option("--input", help="Its input, N,C,H,W.")] = None,
+        only: Annotated[
+            list[str] | None, typer.Option(help="A built-in network instead of the default three; may be repeated.")
+        ] = None,
+        threads: Annotated[int | None, typer.Option(min=1, help="Threads; PyTorch's default otherwise.")] = None,
+        seconds: Annotated[float, typer.Option(min=0.1, help="Time budget for all timing together.")] = 45.0,
+        json_file: Annotated[
+            Path | None, typer.Option("--json", help="Write the results to this file as well.")
+        ] = None,
+        quick: Annotated[bool, typer.Option("--quick", help="Tiny images; says nothing about speed.")] = False,
+        malloc_tuning: Annotated[
+            bool,
+            typer.Option(
+                "--malloc-tuning/--no-malloc-tuning",
+                help="Restart once with malloc told to keep freed memory, for both sides.",
+            ),
+        ] = True,
+    ) -> None:
+        """What runs where in real networks, how exact it is, and how fast next to nn.Conv2d."""
+        from rich.console import Console
+
+        import convselect
+        from convselect.demo import demo as demonstration
+
+        if malloc_tuning:
+            demonstration.restart_with_tuned_malloc()
+        # A pipe has no width; rich would assume 80 columns and break the tables.
+        console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
+        try:
+            user_model = None
+            if (model is None) != (input_shape is None):
+                raise demonstration.DemoError("--model and --input N,C,H,W go together")
+            if model is not None and input_shape is not None:
+                user_model = demonstration.load_user_model(model, demonstration.parse_shape(input_shape))
+            if json_file is not None and not json_file.absolute().parent.is_dir():
+                raise demonstration.DemoError(f"--json: there is no directory {json_file.absolute().parent}")
+            results = demonstration.run_demo(
+                only or None, user_model, seconds=seconds, threads=threads, quick=quick, console=console
+            )
+        except (demonstration.DemoError, convselect.NotApplicable) as error:
+            typer.echo(f"convselect demo: {error}", err=True)
+            raise fail from error
+        if json_file is not None:
+            json_file.write_text(json.dumps(results, indent=1) + "\n")
+
+    return app
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,271 @@
+"""`convselect tune`. Annotations are evaluated here, by typer."""
+
+import contextlib
+import json
+import math
+import sys
+from collections import Counter
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from convselect.problem import ConvProblem
+    from convselect.settings import Settings
+    from convselect.tune.records import Log
+    from convselect.tune.tuning import Outcome, Tuning
+
+TRIALS = 64
+"""Per problem, where no budget is given."""
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(tune)
+
+
+def _refuse(error: object) -> typer.Exit:
+    typer.echo(f"convselect tune: {error}", err=True)
+    return typer.Exit(2)
+
+
+def tune(
+    targets: Annotated[
+        list[str],
+        typer.Argument(
+            help="What to tune for: a built-in network (resnet50), your own (module:function, with --input), a problem "
+            '("1x64x56x56 64 3x3 p1"), or a CSV file of layers; several are allowed.'
+        ),
+    ],
+    input_shape: Annotated[str | None, typer.Option("--input", help="The network's input, N,C,H,W.")] = None,
+    directions: Annotated[
+        str, typer.Option(help="Of forward, backward_data, backward_weight, several with commas between.")
+    ] = "forward",
+    trials: Annotated[
+        int | None, typer.Option(min=1, help=f"Programs to measure; {TRIALS} per problem where no budget is given.")
+    ] = None,
+    minutes: Annotated[float | None, typer.Option(min=0, help="How long to search.")] = None,
+    objective: Annotated[
+        str, typer.Option(help="latency, target (with --target), speedup, or early-stop.")
+    ] = "latency",
+    target_ms: Annotated[
+        float | None, typer.Option("--target", help="Of each network's convolutions together, in ms: fast enough.")
+    ] = None,
+    patience: Annotated[
+        int, typer.Option(min=1, help="Rounds of 16 programs without a gain after which a problem is left alone.")
+    ] = 8,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads; PyTorch's default otherwise.")] = None,
+    strategy: Annotated[str, typer.Option(help="evolution, with a cost model, or random.")] = "evolution",
+    resume: Annotated[
+        bool, typer.Option("--resume/--no-resume", help="Go on from what earlier searches here measured.")
+    ] = True,
+    seed: Annotated[int, typer.Option(help="Of everything that is drawn.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
+) -> None:
+    """Search for the fastest algorithm and parameters of each convolution, by measuring here, and keep them in the
+    store: the next run uses them.
+
+    Every program is checked against float64 before it is timed. Ctrl-C ends the search and keeps what was found.
+    """
+    import torch
+
+    from convselect import settings
+    from convselect.demo import demo
+    from convselect.tune import cost_model, scheduler, tuning
+    from convselect.tune.runner import Live
+
+    count = threads or torch.get_num_threads()
+    used = settings.current()
+    try:
+        if strategy not in tuning.STRATEGIES:
+            raise ValueError(f"strategy must be one of {', '.join(tuning.STRATEGIES)}, not {strategy!r}")
+        if (objective == "target") != (target_ms is not None):
+            raise ValueError("--objective target and --target belong together")
+        found = problems(targets, input_shape, directions, count)
+        networks = {network for calls in found.values() for network in calls}
+        goal = scheduler.Objective(objective, dict.fromkeys(networks, (target_ms or 0.0) * 1e3))
+        model = None if strategy == "random" else cost_model.CostModel(seed)
+        prepared = tuning.problems_of(found.items(), used)
+    except (demo.DemoError, ValueError, OSError, cost_model.Missing) as error:
+        raise _refuse(error) from error
+    log = _log()
+    search = tuning.Tuning(
+        prepared, Live(), model=model, objective=goal, patience=patience, seed=seed, log=log, resume=resume
+    )
+    if trials is None and minutes is None:
+        trials = TRIALS * len(found)
+    # What is printed beside JSON would spoil it.
+    console = _console(stderr=as_json)
+    interrupted = _searched(search, trials, minutes, console)
+    outcomes = _confirmed(search, console, used)
+    told = _told(search, outcomes, interrupted)
+    if as_json:
+        typer.echo(json.dumps(told, indent=1))
+    else:
+        _print(search, outcomes, told, console)
+    if search.wrong:
+        names = sorted({program.algorithm for _, program, _ in search.wrong})
+        typer.echo(f"convselect tune: wrong or failed, and left out: {', '.join(names)}", err=True)
+    if interrupted:
+        raise typer.Exit(130)
+
+
+def problems(
+    targets: list[str], input_shape: str | None, directions: str, threads: int
+) -> "dict[ConvProblem, dict[str, int]]":
+    """Distinct problems -> network -> how often it computes them. Of a list of layers each is a network of its own.
+
+    Raises:
+        DemoError, ValueError, OSError: where a target, a shape or a direction cannot be read.
+    """
+    from convselect.demo import demo
+    from convselect.demo.architectures import ARCHITECTURES
+    from convselect.doctor import bench
+    from convselect.model import sampling
+    from convselect.problem import Direction
+
+    wanted = [Direction(name.strip()) for name in directions.split(",")]
+    training = wanted != [Direction.FORWARD]
+    found: dict[ConvProblem, dict[str, int]] = {}
+    for target in targets:
+        own: Counter[ConvProblem] = Counter()
+        if target in ARCHITECTURES:
+            _, model, x = demo.built_in(target)
+            if input_shape is not None:
+                import torch
+
+                x = torch.randn(demo.parse_shape(input_shape), generator=torch.Generator().manual_seed(0))
+            own.update(sampling.recorded(model, x, training=training))
+        elif target.endswith(".csv"):
+            for problem in dict.fromkeys(problem for _, problem in sampling.read_layers(target)):
+                for direction in wanted:
+                    one = problem._replace(direction=direction, threads=threads)
+                    found.setdefault(one, {})[str(one)] = 1
+        elif ":" in target and " " not in target:
+            if input_shape is None:
+                raise demo.DemoError(f"{target} needs --input N,C,H,W")
+            _, model, x = demo.load_user_model(target, demo.parse_shape(input_shape))
+            own.update(sampling.recorded(model, x, training=training))
+        else:
+            own.update(bench.parse(target)._replace(direction=direction) for direction in wanted)
+        for problem, calls in own.items():
+            if problem.direction in wanted and problem.device == "cpu":
+                found.setdefault(problem._replace(threads=threads), {})[target] = calls
+    if not found:
+        raise demo.DemoError("there is no 2-D convolution to tune on the CPU")
+    return found
+
+
+def _log() -> "Log | None":
+    from convselect.tune import tuning
+
+    try:
+        return tuning.user_log()
+    except OSError as error:
+        typer.echo(f"convselect tune: nothing will be kept: {error}", err=True)
+        return None
+
+
+def _console(*, stderr: bool) -> "Console":
+    from rich.console import Console
+
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(highlight=False, stderr=stderr, width=None if stream.isatty() else 160)
+
+
+def _searched(search: "Tuning", trials: int | None, minutes: float | None, console: "Console") -> bool:
+    """Whether the user interrupted it."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        TextColumn("{task.fields[state]}"),
+    )  # fmt: skip
+    if search.resumed:
+        console.print(f"{search.resumed} programs were measured by earlier searches")
+    with Progress(*columns, console=console) as progress:
+        bar = progress.add_task(f"{len(search.tasks)} problems", total=trials, state="")
+
+        def show(now: "Tuning") -> None:
+            progress.update(bar, completed=now.trials, state=state(now))
+
+        try:
+            search.run(trials=trials, seconds=None if minutes is None else 60 * minutes, on_round=show)
+        except KeyboardInterrupt:
+            return True
+    return False
+
+
+def state(search: "Tuning") -> str:
+    """How far it is, in one line: latency now and without tuning, and what another round each is hoped to gain."""
+    now, before = search.latency_us, search.default_latency_us
+    if not math.isfinite(now):
+        return "first times"
+    text = f"{before / 1e3:.2f} ms -> {now / 1e3:.2f} ms"
+    gain = search.scheduler.expected_gain()
+    return text if math.isnan(gain) else f"{text}, at most {max(gain, 0) / max(now, 1e-9):.0%} hoped for"
+
+
+def _confirmed(search: "Tuning", console: "Console", used: "Settings") -> "list[Outcome]":
+    """The last comparison of every problem, kept at once. A second interruption ends it."""
+    from rich.progress import track
+
+    from convselect.tune import tuning
+
+    found: list[Outcome] = []
+    with contextlib.suppress(KeyboardInterrupt):
+        for i in track(range(len(search.tasks)), "comparing with what runs now", console=console):
+            verdict = search.confirm(i)
+            if verdict is None:
+                continue
+            task = search.tasks[i]
+            outcome = tuning.Outcome(task.problem, task.calls, search.default(i), verdict, task.trials)
+            found.append(outcome)
+            tuning.keep([outcome], used)
+    return found
+
+
+def _told(search: "Tuning", outcomes: "list[Outcome]", interrupted: bool) -> dict[str, Any]:
+    from convselect.machine.environment import run_environment
+
+    speedups = [one.verdict.speedup for one in outcomes]
+    return {
+        "environment": run_environment(),
+        "trials": search.trials,
+        "resumed": search.resumed,
+        "interrupted": interrupted,
+        "problems": [
+            {
+                "problem": str(one.problem), "calls": dict(one.calls), "default": str(one.default),
+                "program": str(one.verdict.program), "speedup": one.verdict.speedup, "times_native": one.verdict.gain,
+                "rounds": one.verdict.rounds, "trials": one.trials,
+            }
+            for one in outcomes
+        ],
+        "geometric_mean": math.exp(sum(map(math.log, speedups)) / len(speedups)) if speedups else None,
+        "wrong": [f"{program} {status} on {problem}" for problem, program, status in search.wrong],
+    }  # fmt: skip
+
+
+def _print(search: "Tuning", outcomes: "list[Outcome]", told: dict[str, Any], console: "Console") -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    from convselect.explain import short
+
+    table = Table(box=SIMPLE_HEAD)
+    for name in ("problem", "calls", "ran", "runs now", "x faster", "x native"):
+        table.add_column(name, justify="right" if name in ("calls", "x faster", "x native") else "left")
+    for one in outcomes:
+        gain = "" if one.verdict.gain is None else f"{one.verdict.gain:.2f}"
+        table.add_row(
+            short(one.problem), str(sum(one.calls.values())), one.default.algorithm, str(one.verdict.program),
+            f"{one.verdict.speedup:.2f}", gain,
+        )  # fmt: skip
+    console.print(table)
+    mean = told["geometric_mean"]
+    if mean is not None:
+        console.print(f"{search.trials} programs measured; geometric mean {mean:.2f} times as fast as without tuning")
+    if told["interrupted"]:
+        console.print("interrupted: what was found is kept, and the same command goes on from here")

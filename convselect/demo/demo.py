@@ -1,0 +1,372 @@
+"""The demonstration: what is chosen for real networks, how far from float64 the results are, and how long it takes.
+
+The baseline is an unconverted copy of the model with its plain `nn.Conv2d` layers, not a converted one told to run
+natively: that would charge the baseline for convselect's own bookkeeping. Nothing is timed before its results were
+compared with the same model in float64. Numbers are printed as they come out, slower ones too.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import math
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from torch import Tensor, nn
+
+import convselect
+from convselect import settings
+from convselect.demo import tables as show
+from convselect.demo.architectures import ARCHITECTURES, calibrate_batch_norm, he_initialise, vgg16
+from convselect.demo.tables import ChoiceGroup, Errors, ModelResult, Speed
+from convselect.machine.environment import MALLOC_VARIABLES, run_environment
+from convselect.timing import Deadline, interleaved, ratio
+
+DEFAULT_MODELS = ("resnet18", "vgg16", "unet", "replknet_small")
+QUICK_SHAPE = (2, 3, 64, 64)
+MAX_ROUNDS = 200
+
+# Above every activation here. Older glibc ignores an mmap threshold over 32 MiB and then behaves as untuned.
+_TUNED_MALLOC = dict(zip(MALLOC_VARIABLES, (str(2**30), str(2**30), str(2**26)), strict=True))
+
+
+class DemoError(Exception):
+    """The user's model or arguments cannot be demonstrated; the message is one line that says why."""
+
+
+class Subject(NamedTuple):
+    """A network and what it is fed."""
+
+    name: str
+    model: nn.Module
+    x: Tensor
+
+
+# ---- what to run ----------------------------------------------------------------------------------------------------
+
+
+def built_in(name: str, quick: bool = False) -> Subject:
+    """A network of `_architectures`, He-initialised and calibrated on the standard normal input it comes with.
+
+    VGG-16 gets a pooled classifier: the published one is 124 million parameters without a single convolution.
+
+    Raises:
+        DemoError: for an unknown name.
+    """
+    if name not in ARCHITECTURES:
+        raise DemoError(f"unknown network {name!r}; known are {', '.join(ARCHITECTURES)}")
+    build, shape = ARCHITECTURES[name]
+    model = he_initialise(vgg16(classifier="pooled") if name == "vgg16" else build()).eval()
+    x = torch.randn(QUICK_SHAPE if quick else shape, generator=torch.Generator().manual_seed(0))
+    return Subject(name, calibrate_batch_norm(model, x), x)
+
+
+def parse_shape(text: str) -> tuple[int, ...]:
+    """ "1,3,224,224" as four positive ints.
+
+    Raises:
+        DemoError: for anything else.
+    """
+    try:
+        shape = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        shape = ()
+    if len(shape) != 4 or min(shape) < 1:
+        raise DemoError(f"--input must be four positive numbers N,C,H,W, not {text!r}")
+    return shape
+
+
+def load_user_model(spec: str, shape: tuple[int, ...]) -> Subject:
+    """Call `module:function`, also from the working directory, for a model; its weights are used as they are.
+
+    Raises:
+        DemoError: where it cannot be imported, found or called, or returns something else.
+    """
+    module_name, _, attribute = spec.partition(":")
+    if not module_name or not attribute:
+        raise DemoError(f"--model must be module:function, not {spec!r}")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise DemoError(f"cannot import {module_name!r}: {_one_line(error)}") from error
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        raise DemoError(f"{module_name!r} has no function {attribute!r}")
+    try:
+        model = function()
+    except Exception as error:
+        raise DemoError(f"{spec}() failed: {_one_line(error)}") from error
+    if not isinstance(model, nn.Module):
+        raise DemoError(f"{spec}() returned {type(model).__name__}, not a torch.nn.Module")
+    parameter = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(parameter.device, parameter.dtype)
+    return Subject(spec, model, x)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+# ---- running one model ----------------------------------------------------------------------------------------------
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    """The floating-point tensors in what a model returned: a tensor, or containers of them."""
+    if isinstance(output, Tensor):
+        return [output] if output.is_floating_point() else []
+    if isinstance(output, Mapping):
+        output = output.values()
+    elif not isinstance(output, (list, tuple)):
+        return []
+    return [tensor for part in output for tensor in _tensors(part)]
+
+
+def _training_mode(model: nn.Module) -> None:
+    """Train everything but dropout, whose random masks would differ between the sides being compared."""
+    model.train()
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.eval()
+
+
+def _make_loss(outputs: Sequence[Tensor]) -> Callable[[Any], Tensor]:
+    """Cross entropy for logits (N, classes), else mean squared distance from fixed normal targets."""
+    generator = torch.Generator().manual_seed(1)
+    if len(outputs) == 1 and outputs[0].dim() == 2 and outputs[0].shape[1] > 1:
+        rows, classes = outputs[0].shape
+        labels = torch.randint(classes, (rows,), generator=generator).to(outputs[0].device)
+        return lambda output: F.cross_entropy(_tensors(output)[0], labels)
+    targets = [torch.randn(t.shape, generator=generator).to(t.device) for t in outputs]
+
+    def loss(output: Any) -> Tensor:
+        pairs = zip(_tensors(output), targets, strict=True)
+        return torch.stack([F.mse_loss(t, target.to(t.dtype)) for t, target in pairs]).sum()
+
+    return loss
+
+
+def _step(model: nn.Module, x: Tensor, loss: Callable[[Any], Tensor]) -> None:
+    """One training step without the optimiser: forward, loss, backward into fresh gradients."""
+    model.zero_grad(set_to_none=True)
+    loss(model(x)).backward()
+
+
+def _infer(model: nn.Module, x: Tensor) -> Any:
+    with torch.inference_mode():
+        return model(x)
+
+
+def _distance(got: Iterable[Tensor], exact: Iterable[Tensor]) -> float:
+    """Relative L2 distance of two lists of tensors taken as one vector each; 0 / 0 counts as 0."""
+    off = norm = 0.0
+    for a, b in zip(got, exact, strict=True):
+        off += float((a.double() - b.double()).square().sum())
+        norm += float(b.double().square().sum())
+    return math.sqrt(off / norm) if norm else (math.inf if off else 0.0)
+
+
+def _gradient_errors(native: nn.Module, converted: nn.Module, exact: nn.Module) -> list[Errors]:
+    sides = [{n: p.grad for n, p in m.named_parameters() if p.grad is not None} for m in (native, converted, exact)]
+    if not sides[2]:
+        return []
+    for side in sides[:2]:
+        if side.keys() != sides[2].keys():
+            raise RuntimeError(f"different parameters got gradients: {sorted(side.keys() ^ sides[2].keys())}")
+    exact_grads = sides[2]
+    whole = [_distance(side.values(), (exact_grads[n] for n in side)) for side in sides[:2]]
+    # A gradient that vanishes in exact arithmetic (a bias before batch normalisation) is all rounding on both sides.
+    norms = {n: float(g.norm()) for n, g in exact_grads.items()}
+    floor = 1e-6 * max(norms.values())
+    worst = [max(_distance([side[n]], [exact_grads[n]]) for n in norms if norms[n] >= floor) for side in sides[:2]]
+    return [Errors("all gradients", *whole), Errors("worst parameter's gradient", *worst)]
+
+
+def _group_choices(explanation: convselect.Explanation) -> tuple[ChoiceGroup, ...]:
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    gains: dict[tuple[Any, ...], float | None] = {}
+    for row in explanation.rows:
+        key = (row.problem, row.algorithm, row.source)
+        groups.setdefault(key, []).append(row.layer)
+        gains[key] = row.gain
+    return tuple(
+        ChoiceGroup(tuple(layers), str(key[0].direction), str(key[0]), str(key[1]), str(key[2]), gains[key])
+        for key, layers in groups.items()
+    )
+
+
+def _time(
+    mode: str,
+    sides: Mapping[str, Callable[[], object]],
+    seconds: float,
+    device: torch.device,
+    on_fraction: Callable[[float], object],
+) -> Speed:
+    deadline = Deadline(seconds)
+    timings = interleaved(
+        sides,
+        MAX_ROUNDS,
+        deadline_s=seconds,
+        synchronise=None if device.type == "cpu" else torch.accelerator.synchronize,
+        on_round=lambda done: on_fraction(max(done / MAX_ROUNDS, min(1.0, deadline.elapsed_s / seconds))),
+    )
+    native, converted = timings["native"], timings["converted"]
+    return Speed(
+        mode,
+        len(native.samples_us),
+        native.median_us,
+        converted.median_us,
+        ratio(native, converted),
+        ratio(native.on_thread_clock, converted.on_thread_clock),
+    )
+
+
+@contextmanager
+def _blaming(subject: Subject, doing: str) -> Iterator[None]:
+    """Failures of the unconverted model reach the user as one line; convselect's own keep their traceback."""
+    try:
+        yield
+    except Exception as error:
+        shape = ",".join(map(str, subject.x.shape))
+        raise DemoError(f"{subject.name} on an input of {shape}, {doing}: {_one_line(error)}") from error
+
+
+def run_model(subject: Subject, seconds: float, on_stage: Callable[[str, float], object]) -> ModelResult:
+    """Convert a copy, compare both with float64, collect the choices, then time both; `seconds` is for the timing.
+
+    Raises:
+        DemoError: where the unconverted model does not run forward, backward or in float64.
+    """
+    x = subject.x
+    native = copy.deepcopy(subject.model).eval()
+    convselect.revert(native)
+    converted = copy.deepcopy(native)
+    report = convselect.convert(converted)
+
+    on_stage("comparing with float64", 0.0)
+    with _blaming(subject, "forward"):
+        expected = _tensors(_infer(native, x))
+    if not expected:
+        raise DemoError(f"{subject.name} returned no floating-point tensor")
+    with _blaming(subject, "in float64"):
+        exact = copy.deepcopy(native).double()
+        truth = _tensors(_infer(exact, x.double()))
+    sides = (expected, _tensors(_infer(converted, x)))
+    errors = [Errors("output", *(_distance(side, truth) for side in sides))]
+    del sides, truth
+
+    loss = _make_loss(expected)
+    trainable = any(p.requires_grad for p in native.parameters())
+    if trainable:
+        for model in (native, converted, exact):
+            _training_mode(model)
+        on_stage("comparing with float64", 0.3)
+        with _blaming(subject, "backward"):
+            _step(native, x, loss)
+            _step(exact, x.double(), loss)
+        _step(converted, x, loss)
+        errors += _gradient_errors(native, converted, exact)
+    del exact
+    explanation = convselect.explain(converted, x)
+    choices = _group_choices(explanation)
+
+    def timed(mode: str, sides: dict[str, Callable[[], object]], share: float) -> Speed:
+        return _time(mode, sides, share, x.device, lambda fraction: on_stage(f"timing {mode}", fraction))
+
+    speeds = []
+    native.eval()
+    converted.eval()
+    share = seconds / 3
+    inference: dict[str, Callable[[], object]] = {
+        "native": lambda: _infer(native, x),
+        "converted": lambda: _infer(converted, x),
+    }
+    speeds.append(timed("inference", inference, share if trainable else seconds))
+    if trainable:
+        _training_mode(native)
+        _training_mode(converted)
+        training: dict[str, Callable[[], object]] = {
+            "native": lambda: _step(native, x, loss),
+            "converted": lambda: _step(converted, x, loss),
+        }
+        speeds.append(timed("training", training, seconds - share))
+    return ModelResult(
+        subject.name, tuple(x.shape), str(report), explanation.note, choices, tuple(errors), tuple(speeds)
+    )
+
+
+# ---- the whole -------------------------------------------------------------------------------------------------------
+
+
+def run_demo(
+    models: Sequence[str] | None = None,
+    user_model: Subject | None = None,
+    *,
+    seconds: float = 45.0,
+    threads: int | None = None,
+    quick: bool = False,
+    console: Console | None = None,
+) -> dict[str, Any]:
+    """Run everything and print it; returns the same as JSON's types: {"run_environment": ..., "models": [...]}.
+
+    Args:
+        models: names from `_architectures.ARCHITECTURES`; by default ResNet-18, VGG-16 and U-Net, or none where there
+            is a `user_model`.
+        seconds: for all timing together; comparing with float64 comes on top.
+        threads: for PyTorch, while this runs.
+        quick: tiny images.
+
+    Raises:
+        DemoError: where a network is unknown or does not run.
+    """
+    console = console or Console(highlight=False)
+    names = list(models if models is not None else () if user_model is not None else DEFAULT_MODELS)
+    makers: list[tuple[str, Callable[[], Subject]]]
+    makers = [(name, functools.partial(built_in, name, quick)) for name in names]
+    if user_model is not None:
+        makers.append((user_model.name, functools.partial(Subject, *user_model)))
+    threads_before = torch.get_num_threads()
+    if threads is not None:
+        torch.set_num_threads(threads)
+    try:
+        env = run_environment()
+        show.print_environment(console, env)
+        bar = show.StageBar(console, [name for name, _ in makers])
+        results = []
+        # What the model says, from the first call on: trials on real calls would go on for half of the timing.
+        unchecked = "auto" if settings.current().policy in settings.TIMING else None
+        with bar.progress, settings.use(unchecked):
+            for index, (name, make) in enumerate(makers):
+                on_stage = functools.partial(bar.stage, index, name)
+                on_stage("building", 0.0)
+                results.append(run_model(make(), seconds / len(makers), on_stage))
+                show.print_choices(console, results[-1])
+        show.print_numbers(console, results, env)
+    finally:
+        torch.set_num_threads(threads_before)
+    return {"run_environment": env, "models": [show.plain(result) for result in results]}
+
+
+def restart_with_tuned_malloc() -> None:
+    """Replace this process by itself with malloc told to keep freed memory, unless told already or not under glibc.
+
+    glibc reads these variables once, at start. Variables the user set are left as they are; they are never all
+    missing twice, so this happens once.
+    """
+    missing = {name: value for name, value in _TUNED_MALLOC.items() if name not in os.environ}
+    if platform.libc_ver()[0] != "glibc" or not missing or not Path(sys.executable).exists():
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(sys.executable, sys.orig_argv, os.environ | missing | {show.TUNED_BY_US: "1"})

@@ -1,0 +1,168 @@
+"""What the doctor looks at, piece by piece: versions, other processes, the C kernels, the model's card, an algorithm's
+small convolution. Nothing here judges."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from convselect.kernels import _library
+from convselect.kernels._contract import Algorithm
+from convselect.kernels.pool import ALL
+from convselect.machine.environment import run_environment
+from convselect.measure import measure
+from convselect.problem import ConvProblem, conv_problem
+
+BUSY_PERCENT = 40.0
+"""Share of one processor from which another process is said to be busy."""
+LOOK_S = 0.15
+"""How long other processes are looked at."""
+PROBES = (
+    conv_problem(2, 16, 14, 14, 16, 3, 3, padding=1),
+    conv_problem(2, 16, 14, 14, 32, 1, 1),
+    conv_problem(1, 16, 14, 14, 16, 3, 3, padding=1, groups=16),
+    conv_problem(1, 32, 14, 14, 32, 3, 3, padding=1, groups=8),
+    conv_problem(1, 16, 14, 14, 16, 3, 3, padding=1, layout="channels_last", weight_layout="channels_last"),
+    conv_problem(1, 4, 24, 24, 4, 11, 11, padding=5),
+    conv_problem(1, 8, 14, 14, 8, 3, 3, stride=2, padding=1, dtype="bfloat16"),
+    conv_problem(1, 16, 14, 14, 16, 5, 5, padding=2),
+    conv_problem(1, 16, 14, 14, 16, 7, 7, padding=3),
+    conv_problem(1, 16, 14, 14, 16, 1, 7, padding=(0, 0, 3, 3)),
+)
+"""Small convolutions; every algorithm that has an implementation for a machine does one of them."""
+
+
+def versions() -> dict[str, Any]:
+    import convselect
+
+    here = run_environment()
+    told: dict[str, Any] = {"convselect": convselect.__version__, "from": str(Path(convselect.__file__).parent)}
+    told |= {"python": platform.python_version(), "torch": torch.__version__, "oneDNN": here["onednn"]}
+    told |= {"cuda": torch.version.cuda, "hip": torch.version.hip}
+    told["cudnn"] = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
+    for name in ("numpy", "triton", "platformdirs", "rich", "typer", "psutil"):
+        try:
+            told[name] = importlib.metadata.version(name)  # without importing it
+        except importlib.metadata.PackageNotFoundError:
+            told[name] = None
+    return told
+
+
+def busy_processes() -> list[str]:
+    """Other processes that take a good part of a processor just now, busiest first."""
+    import psutil
+
+    found = []
+    # The first look at each only starts its clock.
+    watched = [process for process in psutil.process_iter(["name"]) if process.pid != os.getpid()]
+    for process in watched:
+        _share_of(process)
+    psutil.cpu_percent(interval=LOOK_S)
+    for process in watched:
+        share = _share_of(process)
+        if share >= BUSY_PERCENT:
+            found.append((share, f"{process.info['name']} {process.pid} at {share:.0f} %"))
+    return [text for _, text in sorted(found, reverse=True)[:5]]
+
+
+def _share_of(process: Any) -> float:
+    import psutil
+
+    try:
+        return float(process.cpu_percent())
+    except psutil.Error:
+        return 0.0
+
+
+def assigned(values: Mapping[str, object]) -> str:
+    return " ".join(f"{name}={value}" for name, value in values.items())
+
+
+def library_path() -> str:
+    return os.environ.get("CONVSELECT_LIBRARY") or str(Path(_library.__file__).with_name("_csrc.so"))
+
+
+def why_no_library() -> tuple[str, str]:
+    """(why, what to do about it)."""
+    import ctypes
+
+    if os.environ.get("CONVSELECT_NO_NATIVE", "").strip() not in ("", "0"):
+        return f"CONVSELECT_NO_NATIVE={os.environ['CONVSELECT_NO_NATIVE']} switches them off", "Unset it to have them."
+    path = library_path()
+    again = "Install convselect again where there is a C compiler."
+    if not os.path.exists(path):
+        return f"there is no {path}, so they were not built", again
+    try:
+        abi = ctypes.CDLL(path).cs_abi()
+    except (OSError, AttributeError) as error:
+        return f"{path} cannot be loaded: {error}", again
+    return f"{path} is of another version ({abi}, not {_library.ABI})", again
+
+
+def moved_revisions(card: Any) -> dict[str, tuple[int, int]]:
+    """Algorithm -> (revision that was measured, revision now), where they differ."""
+    now = {algorithm.name: algorithm.revision for algorithm in ALL}
+    return {name: (then, now[name]) for name, then in card.revisions.items() if name in now and now[name] != then}
+
+
+def described(card: Any) -> dict[str, Any]:
+    held_out = card.figures.get("held_out", {})
+    overall = held_out.get("overall", {})
+    wanted = (
+        "fraction_of_oracle_mean",
+        "fraction_of_oracle_p10",
+        "top1",
+        "speedup_geomean",
+        "slower_than_native_share",
+    )
+    return {
+        "trained_for": card.family,
+        "trained_on": {
+            "device": card.data.get("device"),
+            "problems": card.data.get("problems"),
+            "times": card.data.get("times"),
+            "dtypes": list(card.dtypes),
+            "threads": list(card.threads),
+            "torch": card.versions.get("torch"),
+        },
+        "held_out": {"split": held_out.get("split"), **{name: overall.get(name) for name in wanted}},
+        "margin": card.margin,
+        "features_version": card.features_version,  # loading has compared it with this version's
+        "moved_revisions": {name: f"{then} -> {now}" for name, (then, now) in moved_revisions(card).items()},
+    }
+
+
+def probe_for(algorithm: Algorithm) -> tuple[ConvProblem | None, str | None]:
+    """(a probe that this algorithm does here, None), or (None, why there is none)."""
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    here = [device for device in devices if device in algorithm.devices]
+    if not here:
+        return None, f"it runs on {' and '.join(sorted(algorithm.devices))}, and there is none here"
+    why = None
+    for device in here:
+        for probe in PROBES:
+            problem = probe._replace(device=device)
+            reason = algorithm.why_not(problem) or algorithm.same_as_native(problem)
+            if reason is None:
+                return problem, None
+            why = why or reason
+    return None, why
+
+
+def tried(algorithm: Algorithm, problem: ConvProblem, a: Any, b: Any, exact: Any) -> tuple[float, str | None]:
+    """(relative L2 error, what is wrong)."""
+    try:
+        got = algorithm.run(a, b, problem)
+    except Exception as error:
+        return 0.0, f"{type(error).__name__}: {error}"
+    if got.shape != exact.shape or got.dtype != problem.torch_dtype:
+        return 0.0, f"shape {tuple(got.shape)} and {got.dtype}, where {tuple(exact.shape)} was expected"
+    distance = (torch.linalg.vector_norm(got.double() - exact) / torch.linalg.vector_norm(exact)).item()
+    bound = measure.ERROR_BOUNDS[problem.dtype]
+    return distance, None if distance <= bound else f"relative error {distance:.1e}, more than {bound:.0e}"

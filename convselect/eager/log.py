@@ -1,0 +1,132 @@
+"""One line per choice, with the command that reproduces it: the standard logger "convselect".
+
+    CONVSELECT_LOG=info       a line per choice, and per trial that has ended, to the standard error
+    CONVSELECT_LOG=debug      and why each other algorithm was not taken
+    CONVSELECT_LOG=run.log    as info, appended to a file whose name ends in .log
+
+Without the variable nothing is installed, and the logger is a library's as usual: a program that has configured logging
+gets these lines by its own levels and handlers. Nothing here is on the path of a call whose choice is remembered.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import sys
+from typing import TYPE_CHECKING
+
+from convselect.settings import Settings
+from convselect.warnings import warn_once
+
+if TYPE_CHECKING:
+    from convselect.choice.choose import Choice
+    from convselect.problem import ConvProblem
+
+LEVELS = {"info": logging.INFO, "1": logging.INFO, "debug": logging.DEBUG}
+OFF = ("", "0", "off")
+logger = logging.getLogger("convselect")
+
+
+class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
+    """To the standard error of the moment, unless the program's own handlers are shown the record anyway."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        place: logging.Logger | None = logger
+        while place is not None:
+            if any(handler is not self and handler.level <= record.levelno for handler in place.handlers):
+                return
+            place = place.parent if place.propagate else None
+        self.stream = sys.stderr
+        super().emit(record)
+
+
+def why_wrong(value: str) -> str | None:
+    """One sentence where this is no value of CONVSELECT_LOG."""
+    if value.lower() in LEVELS or value.lower() in OFF or value.endswith(".log"):
+        return None
+    return f"CONVSELECT_LOG={value} is neither info, debug nor the name of a file that ends in .log"
+
+
+def install(value: str) -> logging.Handler | None:
+    """Do as this value of CONVSELECT_LOG says; returns the handler, None where none was wanted or could be had (then
+    one warning has said why)."""
+    wrong = why_wrong(value)
+    if wrong is not None:
+        warn_once("log", f"convselect: {wrong}; nothing is logged.")
+        return None
+    if value.lower() in OFF:
+        return None
+    handler: logging.Handler
+    if value.lower() in LEVELS:
+        handler = _Stderr()
+        handler.setFormatter(logging.Formatter("convselect: %(message)s"))
+    else:
+        try:
+            handler = logging.FileHandler(os.path.expanduser(value), encoding="utf-8")
+        except OSError as error:
+            warn_once("log", f"convselect: nothing is logged: {error}")
+            return None
+        handler.setFormatter(logging.Formatter("%(asctime)s %(process)d %(levelname)s %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(LEVELS.get(value.lower(), logging.INFO))
+    return handler
+
+
+# ---- what is said -----------------------------------------------------------------------------------------------
+
+
+def chosen(problem: ConvProblem, choice: Choice, settings: Settings) -> None:
+    """A choice was made under these settings. Where nobody listens, this costs one look-up."""
+    if not logger.isEnabledFor(logging.INFO):
+        return
+    gain = "" if choice.predicted_gain is None else f", gain {choice.predicted_gain:.2f}"
+    params = "".join(f" {name}={value}" for name, value in (choice.params or {}).items())
+    logger.info("%s%s from %s%s: %s", choice.algorithm, params, choice.source, gain, reproduce(problem, settings))
+    if logger.isEnabledFor(logging.DEBUG):
+        from convselect.choice.reasons import reasons
+        from convselect.model import loaded
+
+        predictor = loaded.get_for(problem) if settings.chooses else None
+        prediction = None if predictor is None else predictor.predict(problem)
+        for name, reason in reasons(problem, choice, settings, prediction).items():
+            logger.debug("  not %s: %s", name, reason)
+
+
+def settled(problem: ConvProblem, algorithm: str, gain: float | None, samples: int, reason: str) -> None:
+    """A trial on real calls has ended.
+
+    Args:
+        gain: times native's speed, as measured.
+        samples: rounds that it is based on.
+    """
+    if logger.isEnabledFor(logging.INFO):
+        told = "" if gain is None else f", gain {gain:.2f}"
+        logger.info("%s settled after %d rounds%s (%s): %s", algorithm, samples, told, reason, reproduce(problem))
+
+
+def reproduce(problem: ConvProblem, settings: Settings | None = None) -> str:
+    """The shell command that checks and times this problem, under the same settings where they are given."""
+    parts = [] if settings is None else [f"{name}={shlex.quote(value)}" for name, value in _variables(settings).items()]
+    return " ".join([*parts, f'convselect bench "{problem}"'])
+
+
+def _variables(settings: Settings) -> dict[str, str]:
+    """What in the environment gives these settings, where they are not the defaults."""
+    usual = Settings()
+    workspace = f"{settings.workspace_bytes}"
+    if settings.workspace_share != usual.workspace_share:
+        workspace += f",{settings.workspace_share * 100:g}%"
+    written = {
+        "CONVSELECT_POLICY": (settings.policy, usual.policy),
+        "CONVSELECT_PRECISION": (settings.precision, usual.precision),
+        "CONVSELECT_WORKSPACE": (workspace, f"{usual.workspace_bytes}"),
+        "CONVSELECT_BATCH_INVARIANT": (f"{settings.batch_invariant:d}", f"{usual.batch_invariant:d}"),
+        "CONVSELECT_DISABLE": (",".join(settings.disabled), ""),
+        "CONVSELECT_AUDIT": (f"{settings.audit}", f"{usual.audit}"),
+    }
+    return {name: value for name, (value, default) in written.items() if value != default}
+
+
+if "CONVSELECT_LOG" in os.environ:
+    install(os.environ["CONVSELECT_LOG"])

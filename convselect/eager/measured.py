@@ -1,0 +1,51 @@
+"""Everything is timed before the first call (policy "measure"): like `torch.backends.cudnn.benchmark`, but numbers are
+checked first, budgets hold, gradients take part, and the answer is remembered across processes."""
+
+from __future__ import annotations
+
+import torch
+
+from convselect.choice.choose import NATIVE, PLAN_COST_US, Choice, Shortage, refusal
+from convselect.eager.live_trial import is_out_of_memory, keep
+from convselect.kernels.pool import ALL
+from convselect.problem import ConvProblem
+from convselect.settings import Settings
+from convselect.warnings import warn_once
+
+DEADLINE_S = 2.0
+"""Of one problem's timed rounds; two rounds are run in any case."""
+
+
+def measured(problem: ConvProblem, settings: Settings) -> Choice | None:
+    """What is measured here and now; None where nothing can be: in deterministic mode, while a mode watches, on
+    accelerators, or where memory is short.
+
+    The operands are random ones of the same shapes and layouts. An algorithm whose result is not the float64
+    reference's, within its dtype's bound, is never chosen. Takes as long as it takes: some milliseconds to a second.
+    """
+    if problem.deterministic or problem.device != "cpu" or torch._C._len_torch_dispatch_stack() > 0:
+        return None
+    from convselect.measure.measure import measure_problem
+
+    refused = {algorithm.name: refusal(algorithm, problem, settings) for algorithm in ALL if algorithm.name != NATIVE}
+    allowed = [algorithm for algorithm in ALL if refused.get(algorithm.name) is None]
+    try:
+        with torch.inference_mode(mode=False), torch.autocast("cpu", enabled=False):
+            rows = measure_problem("measure", problem, allowed, deadline_s=DEADLINE_S)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            warn_once("measure", f"convselect: measuring {problem} failed ({error!r}); the model chooses instead.")
+        return None
+    cost = PLAN_COST_US[problem.direction]
+    times = {
+        row.algorithm: row.median_us + (cost if row.algorithm != NATIVE else 0.0) for row in rows if row.status == "ok"
+    }
+    native_us = times.get(NATIVE)
+    if native_us is None:
+        return None
+    best = min(times, key=lambda name: times[name])
+    passing = any(isinstance(reason, Shortage) for reason in refused.values())
+    found = Choice(best, "measure", None, native_us / times[best], passing=passing)
+    if not passing:
+        keep(problem, settings, found, next(row.rounds for row in rows if row.algorithm == best))
+    return found

@@ -1,0 +1,112 @@
+"""A frozen `nn.Linear`, for networks that do their 1x1 convolutions that way (ConvNeXt): with a scale per channel
+folded in,
+
+    (x W^T + b) g  =  x (g W)^T + g b,
+
+and bias, residual and activation in its epilogue."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from convselect.freeze.capture import LinearChain
+from convselect.freeze.layer import (
+    DIRECT,
+    ONEDNN_ACTIVATIONS,
+    Candidate,
+    Form,
+    FrozenLayer,
+    Source,
+    copied,
+    finish,
+    onednn_takes,
+)
+from convselect.kernels._contract import Grade
+from convselect.problem import CHANNELS_LAST, DTYPE_NAMES, ConvProblem, Direction
+from convselect.settings import Settings
+
+
+class FrozenLinear(FrozenLayer):
+    """activation(linear(x) * scale + residual); x is (..., C)."""
+
+    def __init__(self, chain: LinearChain) -> None:
+        self.chain = chain
+        self.linear = chain.linear
+        super().__init__(chain.linear.weight.dtype, chain.activation, chain.residual)
+
+    def sources(self) -> list[Source]:
+        names: list[Source] = [(self.linear._parameters, "weight"), (self.linear._parameters, "bias")]
+        if self.chain.scale is not None:
+            owner, key = self.chain.scale
+            names.append((owner._parameters, key))
+        return [(owner, key) for owner, key in names if owner.get(key) is not None]
+
+    def _folded(self) -> tuple[Tensor, Tensor | None]:
+        weight, bias = self.linear.weight.detach(), self.linear.bias
+        if self.chain.scale is None:
+            return copied(weight), None if bias is None else copied(bias)
+        owner, key = self.chain.scale
+        scale = owner._parameters[key].detach().double()  # type: ignore[union-attr]
+        wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        folded = (weight.double() * scale.view(-1, 1)).to(weight.dtype).contiguous()
+        return folded, None if bias is None else (bias.detach().double() * scale).to(wide)
+
+    def problem(self, x: Tensor) -> ConvProblem | None:
+        """A 1x1 convolution of one image, one pixel wide, with a row of x in each pixel."""
+        K, C = self.weight.shape
+        if x.dim() < 2 or x.shape[-1] != C or x.dtype not in DTYPE_NAMES or x.dtype != self.weight.dtype:
+            return None
+        rows = math.prod(x.shape[:-1])
+        return ConvProblem(
+            Direction.FORWARD, 1, C, rows, 1, K, 1, 1, dtype=DTYPE_NAMES[x.dtype], layout=CHANNELS_LAST,
+            threads=torch.get_num_threads(),
+        )  # fmt: skip
+
+    def reference(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        y = F.linear(x.to(wide), self.weight.to(wide), None if self.bias is None else self.bias.to(wide))
+        return finish(y, residual if residual is None else residual.to(wide), self.activation)
+
+    def native(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return finish(F.linear(x, self.weight, self.bias), residual, self.activation)
+
+    def candidates(self, x: Tensor, residual: Tensor | None, layout: str, settings: Settings) -> list[Candidate]:
+        found = [Candidate("native", Grade.DIRECT, lambda *_: self.native)]
+        problem = self.problem(x)
+        y_shape = torch.Size((*x.shape[:-1], self.weight.shape[0]))
+        if problem is None or problem.dtype == "float64" or problem.H == 0:
+            return found
+        if residual is not None and (residual.shape != y_shape or residual.dtype != x.dtype):
+            return found
+        if onednn_takes(problem.dtype):
+            found.append(self._onednn(problem))
+        x_form, y_form = (
+            Form(shape, torch.empty(shape, device="meta").stride(), x.dtype, torch.contiguous_format)
+            for shape in (x.shape, y_shape)
+        )
+        return found + self.kernel_candidates((DIRECT,), problem, settings, x_form, y_form)
+
+    def _onednn(self, problem: ConvProblem) -> Candidate:
+        """oneDNN with its weight reordered once, and a residual or an activation as its post-operation."""
+        activation, bias, key, rows = self.activation, self.bias, ("onednn", problem.H), problem.H
+        unary: Any = torch.ops.mkldnn._linear_pointwise.default
+        binary: Any = torch.ops.mkldnn._linear_pointwise.binary
+        attribute, scalars, algorithm = ONEDNN_ACTIVATIONS[activation]
+
+        def bind(*_: Tensor | None) -> Any:
+            cell = self.packed(key, lambda: torch.ops.mkldnn._reorder_linear_weight(self.weight, rows))
+
+            def run(x: Tensor, residual: Tensor | None = None) -> Tensor:
+                x = x.contiguous()
+                if residual is None:
+                    return unary(x, cell[0], bias, attribute, scalars, algorithm)  # type: ignore[no-any-return]
+                return finish(binary(x, residual.contiguous(), cell[0], bias, "add"), None, activation)
+
+            return run
+
+        return Candidate("onednn_packed", Grade.DIRECT, bind, key, wants_finite=activation is not None)

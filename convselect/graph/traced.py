@@ -1,0 +1,251 @@
+"""Choice at trace time: what a call becomes in the graph that torch.compile or torch.export makes of it.
+
+Sizes and strides are numbers while a graph with static shapes is traced, so the choice is made there and then, for the
+forward and both backward directions; the graph holds aten's own convolution where all of them are native, and the
+operator of `ops` with the names chosen where one is not. A symbolic size stands for sizes to come: then the sizes at
+hand decide between aten's convolution and the operator that chooses when it runs.
+
+Dynamo calls `_look` and `_verdict` while it traces and compiles neither. This module is imported by the first trace,
+since it needs dynamo.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo.comptime import comptime
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _disable_current_modes
+
+from convselect import settings as _settings
+from convselect.aten.arguments import autocast_dtype, cast_like_autocast, problem_of, valid, y_layout
+from convselect.aten.autograd import in_functorch
+from convselect.choice.choose import NATIVE
+from convselect.eager.execution import choice_for
+from convselect.graph import ops
+from convselect.kernels._contract import NotApplicable
+from convselect.kernels.pool import BY_NAME
+from convselect.problem import DTYPE_NAMES, ConvProblem, Direction
+
+ops.register_flop_formulas()
+
+# ("native",); ("refused", why); ("unknown", why), of a policy's name; or ("operator", the dtype to cast to or None,
+# stride, padding per side, dilation, groups, the three names, settings).
+Verdict = tuple[Any, ...]
+_NATIVE: Verdict = ("native",)
+LEAST_GAIN = 1.6
+"""Predicted times faster than native from which an operator of ours is put into a graph. It has to make up for what
+Inductor does for native convolutions only: fusing what follows, and one layout for all. In MobileNetV2 and ConvNeXt-T,
+whose depthwise layers are predicted at 1.2 to 1.6, mixed graphs ran at 0.85 and 0.99 of all-native ones; ResNet-18
+and U-Net, whose layers are predicted at 1.7 to 2.7, at 1.8 and 2.2 (`python -m benchmarks.compile`)."""
+_seen = threading.local()
+
+
+def conv2d(
+    x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any, groups: int, policy: Any
+) -> Tensor:
+    """As `dispatch.conv2d`; dynamo traces this. An export that runs the code on fake tensors calls it."""
+    if not torch.compiler.is_dynamo_compiling():
+        found = verdict(x, weight, bias, stride, padding, dilation, groups, policy)
+        return _carried_out(found, x, weight, bias, stride, padding, dilation, groups)
+    comptime(_look)
+    return _carried_out(_verdict(), x, weight, bias, stride, padding, dilation, groups)
+
+
+def _look(context: Any) -> None:
+    """Note the verdict for the call that dynamo is tracing."""
+    _seen.verdict = _NATIVE
+    try:
+        x, weight = context.get_local("x").as_fake(), context.get_local("weight").as_fake()
+        bias = None if _is_none(context.get_local("bias")) else context.get_local("bias").as_fake()
+        policy = context.get_local("policy").as_python_constant()
+    except Exception:
+        return  # no tensors: what is wrong with that is for aten to say
+    try:
+        stride, padding, dilation, groups = (
+            context.get_local(name).as_python_constant() for name in ("stride", "padding", "dilation", "groups")
+        )
+    except Exception:
+        _seen.verdict = _left_to_pytorch(_in_force(policy), "strides and paddings of symbolic size")
+        return
+    _seen.verdict = verdict(x, weight, bias, stride, padding, dilation, groups, policy)
+
+
+def _is_none(variable: Any) -> bool:
+    return bool(variable.python_type() is type(None))
+
+
+def _verdict() -> Verdict:
+    return _seen.verdict  # type: ignore[no-any-return]
+
+
+_verdict = torch.compiler.assume_constant_result(_verdict)
+
+
+def called_by_convselect() -> bool:
+    """While dynamo traces: whether this package makes the call that a torch-function mode has intercepted, and which is
+    therefore settled. For the mode's own use, two calls below it; other modes in between are passed over."""
+    comptime(_look_at_the_caller)
+    return _settled()
+
+
+def _look_at_the_caller(context: Any) -> None:
+    frame = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().parent  # the mode
+    while frame is not None and frame.f_code.co_name == "__torch_function__":
+        frame = frame.parent
+    _seen.settled = frame is not None and str(frame.f_globals.get("__name__", "")).startswith("convselect.")
+
+
+def _settled() -> bool:
+    return _seen.settled  # type: ignore[no-any-return]
+
+
+_settled = torch.compiler.assume_constant_result(_settled)
+
+
+def _carried_out(verdict: Verdict, x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
+    if verdict[0] == "native":
+        return torch.conv2d(x, weight, bias, *geometry)
+    if verdict[0] == "refused":
+        raise NotApplicable(verdict[1])
+    if verdict[0] == "unknown":
+        raise ValueError(verdict[1])
+    _, cast, stride, padding, dilation, groups, names, settings = verdict
+    if cast is not None:
+        x, weight = cast_like_autocast(x, cast), cast_like_autocast(weight, cast)
+        bias = None if bias is None else cast_like_autocast(bias, cast)
+    unbatched = x.dim() == 3
+    if unbatched:
+        x = x.unsqueeze(0)
+    y = ops.conv2d(x, weight, bias, stride, padding, dilation, groups, *names, settings)
+    return y.squeeze(0) if unbatched else y  # type: ignore[no-any-return]
+
+
+# ---- the verdict ----------------------------------------------------------------------------------------------------
+
+
+def verdict(
+    x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, groups: Any, policy: str | None
+) -> Verdict:
+    """What this call becomes; reads sizes, strides, dtypes and who requires a gradient, and guards on nothing."""
+    settings = _in_force(policy)
+    if settings.policy == NATIVE and not settings.batch_invariant:
+        return _NATIVE
+    tensors = [x, weight] if bias is None else [x, weight, bias]
+    if any(type(t) not in (FakeTensor, FunctionalTensor, Tensor, torch.nn.Parameter) for t in tensors):
+        return _left_to_pytorch(settings, "tensor subclasses")
+    if in_functorch() or forward_ad._current_level >= 0:
+        return _left_to_pytorch(settings, "torch.func transforms inside a compiled graph")
+    if torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export():
+        return _left_to_pytorch(settings, "exports to ONNX, which knows no other operators,")
+    numbers = [found for t in tensors if (found := _numbers(t)) is not None]
+    if len(numbers) < len(tensors):
+        return _left_to_pytorch(settings, "sizes that depend on data")
+    dynamic = any(symbolic for _, _, symbolic in numbers)
+    if any(symbolic for _, _, symbolic in numbers[1:]):
+        return _left_to_pytorch(settings, "weights of symbolic size")
+    needs = [torch.is_grad_enabled() and t.requires_grad and not torch.compiler.is_exporting() for t in tensors]
+    with _disable_current_modes(), FakeTensorMode():
+        stand_ins = [
+            torch.empty_strided(size, strides, dtype=t.dtype, device=t.device)
+            for t, (size, strides, _) in zip(tensors, numbers, strict=True)
+        ]
+        return _of_stand_ins(stand_ins, needs, (stride, padding, dilation, groups), settings, dynamic=dynamic)
+
+
+def _in_force(policy: str | None) -> _settings.Settings:
+    settings = _settings.current()
+    return settings if policy is None else _settings.with_policy(settings, policy)
+
+
+def _left_to_pytorch(settings: _settings.Settings, what: str) -> Verdict:
+    if settings.chooses or settings.policy == NATIVE:
+        return _NATIVE
+    return ("refused", f"{settings.policy} cannot do this convolution: {what} are left to PyTorch")
+
+
+def _numbers(t: Any) -> tuple[list[int], list[int], bool] | None:
+    """(sizes, strides, whether any is symbolic), with the numbers at hand for symbolic ones; None where there are
+    none."""
+    numbers: list[int] = []
+    symbolic = False
+    for n in (*t.shape, *t.stride()):
+        if type(n) is not int:
+            symbolic = True
+            n = _hint(n)
+            if n is None:
+                return None
+        numbers.append(n)
+    return numbers[: t.dim()], numbers[t.dim() :], symbolic
+
+
+def _hint(n: Any) -> int | None:
+    hint = n.node.hint
+    return None if hint is None else int(hint)
+
+
+def _of_stand_ins(
+    stand_ins: Sequence[Tensor],
+    needs: Sequence[bool],
+    geometry: tuple[Any, Any, Any, Any],
+    settings: _settings.Settings,
+    *,
+    dynamic: bool,
+) -> Verdict:
+    x, weight, *rest = stand_ins
+    bias = rest[0] if rest else None
+    stride, padding, dilation, groups = geometry
+    if x.dim() == 3 and weight.dim() == 4:
+        x = x.unsqueeze(0)
+    cast = autocast_dtype(x)
+    if cast:
+        x, weight = cast_like_autocast(x, cast), cast_like_autocast(weight, cast)
+    problem = problem_of(x, weight, stride, padding, dilation, groups)
+    if problem is None or not valid(problem, x, weight, bias, padding, cast=bool(cast)):
+        if x.dtype not in DTYPE_NAMES and settings.policy in BY_NAME:
+            return ("refused", f"{settings.policy} cannot do this convolution: it computes floats, not {x.dtype}")
+        return _NATIVE
+    try:
+        names = _names(problem, x, weight, needs, settings)
+    except NotApplicable as refusal:
+        return ("refused", str(refusal))
+    except ValueError as error:
+        return ("unknown", str(error))
+    if all(name == NATIVE for name in names) and not settings.batch_invariant:
+        return _NATIVE
+    # Left to the run, which alone knows the images.
+    if dynamic or settings.batch_invariant:
+        names = ("", "", "")
+    sides = (problem.pad_top, problem.pad_bottom, problem.pad_left, problem.pad_right)
+    to = cast if isinstance(cast, torch.dtype) else None
+    return ("operator", to, problem.stride, sides, problem.dilation, groups, names, str(settings))
+
+
+def _names(
+    problem: ConvProblem, x: Tensor, weight: Tensor, needs: Sequence[bool], settings: _settings.Settings
+) -> tuple[str, str, str]:
+    """The algorithms of the forward and of each backward direction; native for gradients that nobody needs."""
+    forward = _name(problem, settings)
+    grad_input = grad_weight = NATIVE
+    if needs[0]:
+        expected = problem._replace(direction=Direction.BACKWARD_DATA, layout=y_layout(x, weight, problem))
+        grad_input = _name(expected, settings)
+    if needs[1]:
+        grad_weight = _name(problem.with_direction(Direction.BACKWARD_WEIGHT), settings)
+    return forward, grad_input, grad_weight
+
+
+def _name(problem: ConvProblem, settings: _settings.Settings) -> str:
+    choice = choice_for(problem, settings)
+    # Gains that calls have shown are over native's eager calls, which Inductor's fusions beat just as well.
+    too_little = choice.source != "forced" and (choice.predicted_gain or 1.0) < LEAST_GAIN
+    return NATIVE if too_little else choice.algorithm
+
+
+__all__ = ["conv2d", "verdict"]

@@ -1,0 +1,40 @@
+"""The pool. Adding an algorithm: write its file, add it here; everything else finds it through `ALL`."""
+
+from __future__ import annotations
+
+from convselect.kernels import (
+    depthwise,
+    direct,
+    fft,
+    grouped,
+    im2col_gemm,
+    native,
+    native_cuda,
+    native_layout,
+    reference,
+    triton,
+    upcast,
+    winograd,
+)
+from convselect.kernels._contract import Algorithm
+
+ALL: tuple[Algorithm, ...] = (
+    *native.ALGORITHMS,
+    *native_layout.ALGORITHMS,
+    *native_cuda.ALGORITHMS,
+    *upcast.ALGORITHMS,
+    *im2col_gemm.ALGORITHMS,
+    *winograd.ALGORITHMS,
+    *fft.ALGORITHMS,
+    *depthwise.ALGORITHMS,
+    *triton.depthwise.ALGORITHMS,
+    *grouped.ALGORITHMS,
+    *triton.grouped.ALGORITHMS,
+    *direct.ALGORITHMS,
+    *triton.large_depthwise.ALGORITHMS,
+    *triton.direct.ALGORITHMS,
+    *reference.ALGORITHMS,
+)
+BY_NAME: dict[str, Algorithm] = {algorithm.name: algorithm for algorithm in ALL}
+
+__all__ = ["ALL", "BY_NAME"]

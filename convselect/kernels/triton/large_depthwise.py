@@ -1,0 +1,145 @@
+"""Depthwise convolution with large filters on tensor cores: a product with a band of the filter's rows.
+
+    forward          y[n, c, p, q] = sum over r, s of w[c, r, s] * x[n, c, p + r - pad_top, q + s - pad_left]
+    backward data    the same with the filter turned by 180 degrees, and R - 1 - pad_top, S - 1 - pad_left as padding
+    backward weight  grad_w[c, r, s] = sum over n, p, q of grad_y[n, c, p, q] * x[n, c, p + r - pad_top, ...]
+
+One channel has no sum over channels to make a matrix product of. But BP x BQ neighbouring results are a linear
+function of the window of pixels they see, the same function for every patch of every image:
+
+    Y[patch, (p, q)] = X[patch, (h, i)] @ T[(h, i), (p, q)],   T = w[h - p, i - q] inside the filter, else 0
+
+X is read where it lies, a segment of an image's row per patch and h; T is the block Toeplitz matrix of the filter. That
+such filters are worth a matrix product was shown by Ding et al., "Scaling Up Your Kernels to 31x31", CVPR 2022, whose
+kernel is an implicit GEMM. What makes this one fit Triton, where shared memory cannot be read at an offset:
+
+- T is read from 16 / element_bytes copies of the filter, each shifted by one element and framed by zeros. An element
+  (i, q) of T depends on i - q alone, so in one of the copies any 16 bytes of T along i lie where 16 bytes may be
+  loaded. The copies take some tens of kilobytes per channel and stay in the L2 cache.
+- The window begins at a multiple of 16 bytes and never leaves the image. Where a width is not divisible by 16 bytes, or
+  the layout is NHWC, the image is first copied to rows that are.
+- Patches are ordered with images fastest, so a tile of them spans few rows, and filter rows that meet only padding are
+  skipped: with 27x27 on 14x14 pixels that is more than half of the products, columns included.
+- Filters at least twice as tall as wide are computed transposed: the band costs least along the longer side.
+
+The weight gradient is that of T, summed along its diagonals:
+
+    D[(h, i), (p, q)] = X[patch, (h, i)]^T @ grad_Y[patch, (p, q)],   grad_w[r, s] = sum of D over h - p = r, i - q = s
+
+A program holds a tile of D for its share of the patches, brings every diagonal to one row by shuffles, adds along q and
+stores what is left, BP numbers per tap and tile; a second kernel adds those up in a fixed order. For windows wider than
+a tile there is another form: with images innermost, (C, W, H * N), shifts by r and by s are both whole rows, and grad_w
+is the sum over q of [r, (h, n)] @ [(h, n), s], without a band but in small tiles.
+
+Expected, by arithmetic and not measured: 40 to 60 % of the products made are useful for 31x31 on 56x56 pixels, and a
+tile of 128 x 128 results needs 32 KB of operands per 64 terms of its sums. So the L2 cache sets the pace, at a quarter
+to a half of the tensor cores' peak: 0.06 to 0.13 ms for 24.7 GFLOP (32 images, 128 channels) on an H100, where 0.41 ms
+is the least without tensor cores. The weight gradient is expected at a third more; its other form, which needs 8 KB per
+32 x 32 x 64 products, at twice that.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from convselect.kernels._contract import Grade, Params
+from convselect.kernels.triton import launch
+from convselect.kernels.triton.large_depthwise_plan import NAME, RESULT, Step, planned, ranked
+from convselect.kernels.triton.launch import SPLIT_ELEMENTS, Launch, TritonAlgorithm
+from convselect.problem import CHANNELS_LAST, ConvProblem, Direction
+
+SMALLEST, LARGEST = 7, 64
+"""Of the filter's longer side. Smaller ones are bound by memory without tensor cores; larger ones are for the FFT."""
+
+
+class LargeDepthwiseTriton(TritonAlgorithm):
+    name = NAME
+    spreads_nonfinite = True  # through the zeros of T
+
+    def why_not_shape(self, problem: ConvProblem) -> str | None:
+        p = problem
+        if not p.is_depthwise:
+            return "not a depthwise convolution"
+        if p.K != p.C:
+            return "the banded product is written for one output channel per input channel"
+        if p.stride != (1, 1) or p.dilation != (1, 1):
+            return "the banded product is written for stride 1 and dilation 1"
+        if not SMALLEST <= max(p.R, p.S) <= LARGEST:
+            return f"the banded product pays for filters with a longer side of {SMALLEST} to {LARGEST}"
+        if p.dtype == "float64":
+            return "the tensor cores' products are summed in float32"
+        if p.N * max(p.H, p.P) * (max(p.W, p.Q) + 64) >= SPLIT_ELEMENTS:
+            return "one channel of all images has 2**31 pixels or more"
+        if not ranked(p, launch.architecture()):
+            return "no configuration fits this GPU's shared memory"
+        return None
+
+    def error_grade(self, problem: ConvProblem) -> Grade:
+        return Grade.DIRECT
+
+    def configs(self, problem: ConvProblem) -> list[dict[str, Any]]:
+        return [dict(config) for config in ranked(problem, launch.architecture())]
+
+    def _steps(self, problem: ConvProblem, params: Params) -> tuple[Step, ...]:
+        config = tuple(params.items()) if params else ranked(problem, launch.architecture())[0]
+        return planned(problem, config)
+
+    def launches(self, problem: ConvProblem, params: Params = None) -> tuple[Launch, ...]:
+        return tuple(step.launch for step in self._steps(problem, params))
+
+    def workspace_bytes(self, problem: ConvProblem) -> int:
+        """Of the dearest configuration, and as if every operand were strided or misaligned and had to be copied."""
+        p = problem
+        if p.direction == Direction.FORWARD:
+            operands = p.x_bytes + p.weight_bytes
+        elif p.direction == Direction.BACKWARD_DATA:
+            operands = p.y_bytes + p.weight_bytes
+        else:
+            operands = p.x_bytes + p.y_bytes
+        block = 512  # the allocator's
+        made = max(
+            sum(block + math.prod(step.shape) * step.dtype.itemsize for step in self._steps(p, config) if step.shape)
+            for config in self.configs(p)
+        )
+        return operands + 3 * block + made
+
+    def _operand(self, t: Tensor, problem: ConvProblem) -> Tensor:
+        last = problem.layout == CHANNELS_LAST
+        return launch.aligned(t.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format))
+
+    def _result(self, like: Tensor, problem: ConvProblem) -> Tensor:
+        last = problem.layout == CHANNELS_LAST and problem.direction != Direction.BACKWARD_WEIGHT
+        return torch.empty(
+            problem.result_shape,
+            dtype=like.dtype,
+            device=like.device,
+            memory_format=torch.channels_last if last else torch.contiguous_format,
+        )
+
+    def _run(self, problem: ConvProblem, params: Params, **tensors: Tensor) -> Tensor:
+        like = next(iter(tensors.values()))
+        for step in self._steps(problem, params):
+            if step.writes == RESULT:
+                out = self._result(like, problem)
+            else:
+                out = torch.empty(step.shape, dtype=step.dtype, device=like.device)
+            launch.run(step.launch, *(tensors[name] for name in step.reads), out)
+            tensors[step.writes] = out
+        return tensors[RESULT]
+
+    def forward(self, x: Tensor, weight: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
+        weight = launch.aligned(weight.contiguous())
+        return self._run(problem, params, x=self._operand(x, problem), weight=weight)
+
+    def backward_data(self, grad_y: Tensor, weight: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
+        return self.forward(grad_y, weight, problem, params)
+
+    def backward_weight(self, x: Tensor, grad_y: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
+        return self._run(problem, params, x=self._operand(x, problem), y=self._operand(grad_y, problem))
+
+
+ALGORITHMS = (LargeDepthwiseTriton(),)

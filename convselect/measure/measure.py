@@ -1,0 +1,174 @@
+"""Measure every algorithm of the pool on one problem: the rows that training and the store are made of.
+
+Every applicable automatic algorithm within the workspace budget is checked against float64 first (wrong is recorded
+and never timed), then timed in interleaved rounds; those hopelessly behind after two warm rounds are dropped from the
+rest, native never. With one thread the label is the minimum CPU time of the calling thread, which neighbours on the
+machine disturb least; with more it is wall time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from convselect import settings, timing
+from convselect.kernels._contract import Algorithm, Params
+from convselect.kernels.pool import ALL, BY_NAME
+from convselect.measure.rows import NATIVE, Row
+from convselect.problem import CHANNELS_LAST, ConvProblem, Direction
+
+ERROR_BOUNDS = {"float64": 1e-11, "float32": 2e-4, "float16": 5e-3, "bfloat16": 3e-2}
+"""Relative L2 error beyond which a result is a mistake, whatever its error grade: some ten times the loosest grade."""
+
+_WARM_ROUNDS, _ROUNDS, _SLOW_ROUNDS = 2, 9, 7
+_SLOW_US = 5_000.0
+_DROP_FACTOR = 2.5
+
+
+# ---- measuring --------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Within this context torch computes on so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def operands(problem: ConvProblem) -> tuple[Tensor, Tensor]:
+    """Random operands of `Algorithm.run` in the problem's shapes, dtype and layouts; the same for the same problem."""
+    generator = torch.Generator().manual_seed(zlib.crc32(str(problem).encode()))
+    p = problem
+
+    def random(shape: tuple[int, ...], layout: str, scale: float = 1.0) -> Tensor:
+        format = torch.channels_last if layout == CHANNELS_LAST else torch.contiguous_format
+        values = torch.randn(shape, generator=generator) * scale
+        return values.to(p.torch_dtype).contiguous(memory_format=format)
+
+    weight_scale = ((p.C // p.groups) * p.R * p.S) ** -0.5
+    if p.direction == Direction.FORWARD:
+        return random(p.x_shape, p.layout), random(p.weight_shape, p.weight_layout, weight_scale)
+    if p.direction == Direction.BACKWARD_DATA:
+        return random(p.y_shape, p.layout), random(p.weight_shape, p.weight_layout, weight_scale)
+    return random(p.x_shape, p.layout), random(p.y_shape, p.layout)
+
+
+def measure_problem(
+    model: str,
+    problem: ConvProblem,
+    algorithms: Iterable[Algorithm] = ALL,
+    *,
+    workspace_bytes: int | None = None,
+    deadline_s: float = 6.0,
+    repeat: int = 0,
+) -> list[Row]:
+    """One row per applicable automatic algorithm (native always), checked first, then timed, on `problem.threads`.
+
+    Args:
+        workspace_bytes: budget per algorithm; default: that of the settings in force.
+        deadline_s: bound on the timed rounds after the first two; two rounds are always run.
+        repeat: number of this measurement of the problem; each has its own orders, the operands are the same.
+    """
+    if workspace_bytes is None:
+        workspace_bytes = settings.current().workspace_bytes
+    a, b = operands(problem)
+    pool = [
+        algorithm
+        for algorithm in algorithms
+        if algorithm.automatic
+        and algorithm.why_not(problem) is None
+        and algorithm.same_as_native(problem) is None
+        and (algorithm.name == NATIVE or algorithm.workspace_bytes(problem) <= workspace_bytes)
+    ]
+    native = BY_NAME[NATIVE]
+    with torch.no_grad(), threads(problem.threads):
+        want = native.run(a.double(), b.double(), problem._replace(dtype="float64"))
+        result_format = _format(native.run(a, b, problem))
+        status = {algorithm.name: check(algorithm, a, b, problem, want) for algorithm in pool}
+        del want
+        calls: dict[str, Callable[[], object]] = {
+            algorithm.name: _call(algorithm, a, b, problem, result_format)
+            for algorithm in pool
+            if status[algorithm.name] == "ok"
+        }
+        samples = _timed(
+            calls, zlib.crc32(f"{problem} {repeat}".encode()), deadline_s, status, wall=problem.threads > 1
+        )
+    rows = []
+    for algorithm in pool:
+        row = Row(model, problem, algorithm.name, algorithm.revision, status[algorithm.name], repeat=repeat)
+        if algorithm.name in samples:
+            wall, thread = samples[algorithm.name]
+            clock, label = ("wall", wall) if problem.threads > 1 else ("thread", thread)
+            median, p20, p80 = (float(np.percentile(label, percent)) for percent in (50, 20, 80))
+            row = row._replace(clock=clock, min_us=min(label), median_us=median, p20_us=p20, p80_us=p80)
+            row = row._replace(wall_us=float(np.median(wall)), rounds=len(label))
+        rows.append(row)
+    return rows
+
+
+def _format(tensor: Tensor) -> torch.memory_format:
+    return torch.contiguous_format if tensor.is_contiguous() else torch.channels_last
+
+
+def _call(
+    algorithm: Algorithm, a: Tensor, b: Tensor, problem: ConvProblem, format: torch.memory_format
+) -> Callable[[], Tensor]:
+    # What dispatch adds is part of the price: restoring the strides that native's result has, and the check that a
+    # transform's result is finite.
+    def call() -> Tensor:
+        result = algorithm.run(a, b, problem)
+        if algorithm.spreads_nonfinite:
+            result.sum(dtype=torch.float32 if result.element_size() == 2 else None).item()
+        return result.contiguous(memory_format=format)
+
+    return call
+
+
+def check(algorithm: Algorithm, a: Tensor, b: Tensor, problem: ConvProblem, want: Tensor, params: Params = None) -> str:
+    """ "ok", "wrong" (shape, dtype, or further from the float64 result `want` than `ERROR_BOUNDS`), or "failed": it
+    raised, which is told on standard error."""
+    try:
+        got = algorithm.run(a, b, problem, params)
+    except Exception as raised:  # whatever it is, it must not end the collection, nor pass unseen
+        print(f"{algorithm.name} failed on {problem}: {type(raised).__name__}: {raised}", file=sys.stderr)
+        return "failed"
+    if got.shape != want.shape or got.dtype != problem.torch_dtype:
+        return "wrong"
+    distance, size = torch.linalg.vector_norm(got.double() - want).item(), torch.linalg.vector_norm(want).item()
+    # NaN is wrong; and where every window lies in the padding, only zeros are right.
+    return "ok" if distance <= ERROR_BOUNDS[problem.dtype] * size else "wrong"
+
+
+def _timed(
+    calls: Mapping[str, Callable[[], object]], seed: int, deadline_s: float, status: dict[str, str], *, wall: bool
+) -> dict[str, tuple[tuple[float, ...], tuple[float, ...]]]:
+    """name -> (wall, thread) samples in us; marks those dropped after the warm rounds as censored in `status`."""
+    if not calls:
+        return {}
+    deadline = timing.Deadline(deadline_s)
+    first = timing.interleaved(calls, _WARM_ROUNDS, seed=seed)
+    samples = {name: (t.samples_us, t.thread_us) for name, t in first.items()}
+    best = {name: min(pair[0 if wall else 1]) for name, pair in samples.items()}
+    fastest = min(best.values())
+    kept = {name: call for name, call in calls.items() if name == NATIVE or best[name] <= _DROP_FACTOR * fastest}
+    for name in calls.keys() - kept.keys():
+        status[name] = "censored"
+    rounds = (_SLOW_ROUNDS if fastest > _SLOW_US else _ROUNDS) - _WARM_ROUNDS
+    # Native alone is settled: more rounds would not change that it wins.
+    if len(kept) > 1 and not deadline.passed:
+        rest = timing.interleaved(kept, rounds, seed=seed + 1, deadline_s=deadline.remaining_s)
+        for name, t in rest.items():
+            wall_us, thread_us = samples[name]
+            samples[name] = (wall_us + t.samples_us, thread_us + t.thread_us)
+    return samples

@@ -1,0 +1,140 @@
+"""A new machine: time a few problems and add a correction per algorithm to the nearest artifact.
+
+What a model learned elsewhere is mostly right here as well: how algorithms scale with sizes is their own. What differs
+is how they stand to native as a whole (another processor, another oneDNN). A shrunk additive correction of
+ln(t_native / t) per algorithm, from 20 to 60 problems, takes most of that back:
+
+    b_a = n / (n + SHRINK) * median over n problems of (measured gain - predicted gain)
+
+over those problems where the algorithm is near native or better, as measured or as predicted: how hopeless the hopeless
+are is nothing that training asks a model to know, and a mean over all made good models worse.
+
+The correction is kept in the user's cache, under the fingerprint of the machine, and holds for that machine alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from convselect import timing
+from convselect.choice.choose import PLAN_COST_US
+from convselect.kernels.pool import ALL
+from convselect.machine import host
+from convselect.machine.environment import cpu_fingerprint
+from convselect.measure.measure import measure_problem
+from convselect.measure.rows import NATIVE, Row
+from convselect.model.inference import Calibration, Predictor
+from convselect.model.loaded import calibration_path, digest, nearest_artifact
+from convselect.problem import ConvProblem
+
+SHRINK = 4.0
+"""As many problems without any correction are imagined beside those measured: few measurements move little."""
+RELEVANT = -0.3
+"""Least ln(t_native / t), measured or predicted, of an algorithm that says something about its correction."""
+PROBLEMS = Path(__file__).parent / "calibration.txt"
+"""Layers of networks in random order, stratified by kernel class, all directions: what `sampling.draw` gives of
+benchmarks/problems.csv at batches of 1, 2 and 8, in float32, without the largest."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a calibration found.
+
+    Attributes:
+        artifact: the model file that was corrected.
+        problems: how many were timed.
+        bias: algorithm -> correction of its predicted ln(t_native / t); those of which nothing was seen are not in it.
+        times: algorithm -> how many problems said something about it.
+        path: where the correction was written; None where it was not.
+    """
+
+    artifact: str
+    problems: int
+    bias: Mapping[str, float]
+    times: Mapping[str, int]
+    path: Path | None = field(default=None)
+
+
+def problems(threads: int = 1) -> list[ConvProblem]:
+    """The problems to time, in order: whatever prefix is measured has something of everything."""
+    lines = PROBLEMS.read_text().splitlines()
+    return [ConvProblem.parse(line)._replace(threads=threads) for line in lines if line and not line.startswith("#")]
+
+
+def fit_bias(gains: Iterable[tuple[str, float, float]]) -> tuple[dict[str, float], dict[str, int]]:
+    """(correction, number of times) per algorithm, out of (algorithm, measured gain, predicted gain); not of native."""
+    residuals: dict[str, list[float]] = {}
+    for name, measured, predicted in gains:
+        if name != NATIVE and max(measured, predicted) > RELEVANT:
+            residuals.setdefault(name, []).append(measured - predicted)
+    times = {name: len(values) for name, values in sorted(residuals.items())}
+    bias = {name: float(np.median(residuals[name])) * n / (n + SHRINK) for name, n in times.items()}
+    return bias, times
+
+
+def gains_of(rows: Sequence[Row], predictor: Predictor) -> list[tuple[str, float, float]]:
+    """(algorithm, measured gain, predicted gain) of one problem's rows; a plan's cost counts, as in training."""
+    times = {row.algorithm: row.min_us for row in rows if row.status in ("ok", "censored")}
+    prediction = predictor.predict(rows[0].problem)
+    if NATIVE not in times or prediction is None:
+        return []
+    cost = PLAN_COST_US[rows[0].problem.direction]
+    known = set(predictor.card.algorithm_names) - {NATIVE}
+    return [
+        (name, float(np.log(times[NATIVE] / (us + cost))), prediction.log_gain(name))
+        for name, us in times.items()
+        if name in known
+    ]
+
+
+def calibrate(
+    seconds: float = 30.0,
+    threads: int = 1,
+    *,
+    measure: Callable[[ConvProblem], list[Row]] | None = None,
+    write: bool = True,
+    on_problem: Callable[[int, int], object] | None = None,
+) -> Report:
+    """Time problems for about so many seconds, fit the correction, and keep it for this machine.
+
+    Args:
+        measure: problem -> its rows; default: `measure_problem` with every algorithm.
+        write: False: only report.
+        on_problem: called with (problems timed, problems there are).
+
+    Raises:
+        ArtifactError: where there is no artifact to correct, or it is damaged.
+        OSError: where the correction cannot be written.
+    """
+    artifact = nearest_artifact()
+    predictor = Predictor.load(artifact, host_flags=host.host_flags())
+    todo = problems(threads)
+    deadline = timing.Deadline(seconds)
+    found: list[tuple[str, float, float]] = []
+    done = 0
+    for problem in todo:
+        if deadline.passed:
+            break
+        rows = measure(problem) if measure is not None else measure_problem("calibration", problem, ALL, deadline_s=1.0)
+        found += gains_of(rows, predictor)
+        done += 1
+        if on_problem is not None:
+            on_problem(done, len(todo))
+    bias, times = fit_bias(found)
+    path = None
+    if write:
+        path = calibration_path()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        calibration = Calibration(
+            fingerprint=cpu_fingerprint(), artifact=artifact.stem, digest=digest(artifact), bias=bias, problems=done
+        )
+        partial = path.with_name(f".{path.name}.{os.getpid()}")
+        partial.write_text(json.dumps(asdict(calibration), indent=1) + "\n")
+        os.replace(partial, path)
+    return Report(artifact.stem, done, bias, times, path)

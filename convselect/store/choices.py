@@ -1,0 +1,251 @@
+"""The choices in a store: looked up, decided, dropped, and forgotten when there are too many."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sqlite3
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from convselect.problem import ConvProblem
+from convselect.store.file import DamagedStoreError, StoreFile, now
+
+
+class Decision(NamedTuple):
+    """What was settled for one problem under one set of budgets.
+
+    Attributes:
+        budgets: what the choice was allowed (precision, workspace, ..), as a text that is only compared.
+        params: of the algorithm, of kinds that JSON has; None: its defaults.
+        source: where it comes from: "verify", "measure", "import", ..
+        gain: how many times faster than native it was; None where that was not measured.
+        revision: of the algorithm, so that an upgraded one is measured again.
+        samples: timed calls that it rests on.
+    """
+
+    problem: ConvProblem
+    budgets: str
+    algorithm: str
+    params: Mapping[str, Any] | None = None
+    source: str = "verify"
+    gain: float | None = None
+    revision: int = 1
+    samples: int = 0
+
+
+class Stored(NamedTuple):
+    """A decision with the number of its environment, and when it was made and last used (UTC)."""
+
+    environment: int
+    decision: Decision
+    made: str
+    used: str
+
+
+_COLUMNS = "c.algorithm, c.params, c.source, c.gain, c.revision, c.samples, c.checksum"
+
+
+class Choices(StoreFile):
+    """The part of a store that holds choices."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        # (environment, problem, budgets) of choices read for the first time today; written with the next decision.
+        self._read: set[tuple[int, int, str]] = set()
+        super().__init__(*arguments, **options)
+
+    def close(self, *, quickly: bool = False) -> None:
+        """End it. Unless `quickly`, which choices were read is written down first."""
+        if not quickly:
+            with contextlib.suppress(sqlite3.Error):  # of no consequence: they count as unused for a day longer
+                self.note_use()
+        super().close()
+
+    def decision(self, fingerprint: str, problem: ConvProblem, budgets: str) -> Decision | None:
+        """What was decided in the environment with this fingerprint; None where nothing was.
+
+        Raises:
+            DamagedStoreError: where the row is not what was written.
+            sqlite3.Error: where the file cannot be read.
+        """
+        if self.version == 1:  # read only: it has no choices
+            return None
+        text = str(problem)
+        row = self._db.execute(
+            f"select {_COLUMNS}, c.used, c.environment, c.problem from environment e, problem p, choice c "
+            "where e.fingerprint = ? and p.text = ? and c.environment = e.id and c.problem = p.id and c.budgets = ?",
+            (fingerprint, text, budgets),
+        ).fetchone()
+        if row is None:
+            return None
+        *columns, used, environment, number = row
+        if not self.read_only and used[:10] != now()[:10]:
+            self._read.add((environment, number, budgets))
+        return self._decision(problem, text, budgets, columns)
+
+    def _decision(self, problem: ConvProblem, text: str, budgets: str, columns: Sequence[Any]) -> Decision:
+        algorithm, params, source, gain, revision, samples, checksum = columns
+        if _checksum(text, budgets, (algorithm, params, source, gain, revision, samples)) != checksum:
+            raise DamagedStoreError(f"{self.path} is not a readable store: a choice is not what was written")
+        return Decision(
+            problem, budgets, algorithm, None if params is None else json.loads(params), source, gain, revision, samples
+        )
+
+    def decide(self, environment: int, decisions: Sequence[Decision], *, made: Sequence[str] | None = None) -> None:
+        """Write these, in one transaction; each replaces what was decided for its problem and budgets before.
+
+        Args:
+            made: when each was made, where that was not now.
+
+        Raises:
+            sqlite3.Error: where that failed; then nothing of them is written.
+        """
+        time = now()
+        with self.writing():
+            self._write_use(time)
+            for i, one in enumerate(decisions):
+                text = str(one.problem)
+                params = None if one.params is None else json.dumps(dict(one.params), sort_keys=True)
+                gain = None if one.gain is None or one.gain != one.gain else float(one.gain)  # SQLite has no NaN
+                values = (one.algorithm, params, one.source, gain, int(one.revision), int(one.samples))
+                self._db.execute("insert or ignore into problem (text) values (?)", (text,))
+                self._db.execute(
+                    "insert or replace into choice values "
+                    "(?, (select id from problem where text = ?), ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                    (environment, text, one.budgets, *values, made[i] if made else time, time,
+                     _checksum(text, one.budgets, values)),
+                )  # fmt: skip
+        self._read.clear()
+
+    def note_use(self) -> None:
+        """Write down which choices were read: once a day each, together with the next decision or here."""
+        if self._read and not self.read_only:
+            with self.writing():
+                self._write_use(now())
+            self._read.clear()
+
+    def _write_use(self, time: str) -> None:
+        self._db.executemany(
+            "update choice set used = ? where environment = ? and problem = ? and budgets = ?",
+            [(time, *key) for key in self._read],
+        )
+
+    def drop(self, environment: int, problem: ConvProblem, budgets: str | None = None) -> int:
+        """Forget what was decided for a problem, under these budgets or under all; how many choices that were."""
+        condition, values = ("", ()) if budgets is None else (" and budgets = ?", (budgets,))
+        with self.writing():
+            return self._db.execute(
+                "delete from choice where environment = ? "
+                f"and problem = (select id from problem where text = ?){condition}",
+                (environment, str(problem), *values),
+            ).rowcount
+
+    def decisions(
+        self, environment: int | None = None, problem: ConvProblem | None = None, damaged: list[str] | None = None
+    ) -> Iterator[Stored]:
+        """All of them, in order of environment and entry of the problem.
+
+        Args:
+            damaged: where given, rows that are not what was written are named here instead of raising.
+
+        Raises:
+            DamagedStoreError: where a row is not what was written.
+        """
+        if self.version == 1:
+            return
+        rows = self._db.execute(
+            f"select c.environment, p.text, c.budgets, c.made, c.used, {_COLUMNS} from choice c "
+            "join problem p on p.id = c.problem "
+            "where (?1 is null or c.environment = ?1) and (?2 is null or p.text = ?2) "
+            "order by c.environment, c.problem, c.budgets",
+            (environment, None if problem is None else str(problem)),
+        ).fetchall()
+        for number, text, budgets, made, used, *columns in rows:
+            try:
+                found = self._decision(ConvProblem.parse(text), text, budgets, columns)
+            except (DamagedStoreError, ValueError) as error:
+                if damaged is None:
+                    raise DamagedStoreError(str(error)) from error
+                damaged.append(f"{text} ({budgets})")
+                continue
+            yield Stored(number, found, made, used)
+
+    def problem_texts(self) -> list[str]:
+        """Every problem that something was entered for, as text."""
+        return [str(text) for (text,) in self._db.execute("select text from problem order by id")]
+
+    # ---- bounds -------------------------------------------------------------------------------------------------
+
+    def counts(self) -> tuple[int, int]:
+        """(choices, measurements)."""
+        of = [int(self._db.execute(f"select count(*) from {name}").fetchone()[0]) for name in ("choice", "measurement")]
+        return of[0], of[1]
+
+    def prune(
+        self,
+        *,
+        rows: int | None = None,
+        size_bytes: int | None = None,
+        unused_since: str | None = None,
+        environment: int | None = None,
+    ) -> int:
+        """Forget until all of these hold, least recently used first; how many choices and measurements went.
+
+        Measurements go before choices: a call may wait for a choice, and whole files of measurements can be imported.
+
+        Args:
+            rows: at most so many choices and measurements.
+            size_bytes: at most so many bytes of pages in use.
+            unused_since: nothing that was not used since this time (UTC, ISO 8601).
+            environment: nothing of this environment.
+        """
+        with self.writing():
+            gone = 0
+            if environment is not None:
+                for name in ("choice", "measurement"):
+                    gone += self._db.execute(f"delete from {name} where environment = ?", (environment,)).rowcount
+                self._db.execute("delete from sentinel where environment = ?", (environment,))
+                self._db.execute("delete from environment where id = ?", (environment,))
+            if unused_since is not None:
+                for name in ("choice", "measurement"):
+                    gone += self._db.execute(f"delete from {name} where used < ?", (unused_since,)).rowcount
+            if rows is not None and (excess := sum(self.counts()) - rows) > 0:
+                gone += self._forget(excess)
+            self._forget_problems(gone)
+            while size_bytes is not None and self.used_bytes > size_bytes and (left := sum(self.counts())):
+                gone += self._forget(left // 10 + 1)
+                self._forget_problems(gone)
+        self._db.executescript("pragma incremental_vacuum")  # `execute` would free one page
+        return gone
+
+    def _forget(self, count: int) -> int:
+        keys = self._db.execute(
+            "select 'choice', environment, problem, budgets, null, null, used from choice union all "
+            "select 'measurement', environment, problem, algorithm, revision, repeat, used from measurement "
+            "order by 1 desc, used limit ?",
+            (count,),
+        ).fetchall()
+        self._db.executemany(
+            "delete from choice where environment = ? and problem = ? and budgets = ?",
+            [key[1:4] for key in keys if key[0] == "choice"],
+        )
+        self._db.executemany(
+            "delete from measurement where environment = ? and problem = ? and algorithm = ? and revision = ? "
+            "and repeat = ?",
+            [key[1:6] for key in keys if key[0] == "measurement"],
+        )
+        return len(keys)
+
+    def _forget_problems(self, gone: int) -> None:
+        """Those that nothing speaks of any more."""
+        if gone:
+            self._db.execute(
+                "delete from problem where not exists (select 1 from choice where problem = problem.id) "
+                "and not exists (select 1 from measurement where problem = problem.id)"
+            )
+
+
+def _checksum(text: str, budgets: str, values: tuple[Any, ...]) -> int:
+    """Of all that a choice says. A flipped bit in a page's text goes unnoticed by SQLite's own checks."""
+    return zlib.crc32(repr((text, budgets, *values)).encode())

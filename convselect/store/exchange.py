@@ -1,0 +1,222 @@
+"""Choices and measurements from store to store: as JSON and CSV, so that a team can ship them, and file into file.
+
+What is there already stays, unless `replace` says otherwise: a user's own measurement knows the user's machine best.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from convselect.kernels.pool import BY_NAME
+from convselect.machine.environment import fingerprint
+from convselect.measure.rows import HEADER, environment_path, read_rows
+from convselect.problem import ConvProblem
+from convselect.store.choices import Decision, Stored
+from convselect.store.store import Store, pool_mark
+
+FORMAT = "convselect choices"
+FORMAT_VERSION = 1
+_FIELDS = (
+    "problem", "budgets", "algorithm", "params", "source", "gain", "revision", "samples", "made"
+)  # fmt: skip
+_COLUMNS = ("fingerprint", "description", *_FIELDS)
+
+
+class Taken(NamedTuple):
+    """What an import or a merge did: entered, and left as it was because something was there."""
+
+    choices: int = 0
+    choices_kept: int = 0
+    measurements: int = 0
+    measurements_kept: int = 0
+
+
+# ---- choices ----------------------------------------------------------------------------------------------------
+
+
+def export_choices(store: Store, path: str | Path, environment: int | None = None) -> int:
+    """Write choices, of one environment or of all, as JSON (`.json`) or CSV; how many there are.
+
+    Raises:
+        ValueError: where there are none, or the name ends in neither.
+    """
+    marks, about = store.fingerprints(), store.environments()
+    found = list(store.decisions(environment))
+    if not found:
+        raise ValueError(f"{store.path} holds no choices")
+    if Path(path).suffix == ".json":
+        groups: dict[int, list[dict[str, Any]]] = {}
+        for one in found:
+            groups.setdefault(one.environment, []).append(as_record(one))
+        environments = [
+            {"fingerprint": marks[number], "description": about[number], "choices": choices}
+            for number, choices in groups.items()
+        ]
+        whole = {"format": FORMAT, "version": FORMAT_VERSION, "environments": environments}
+        Path(path).write_text(json.dumps(whole, indent=1) + "\n")
+    elif Path(path).suffix == ".csv":
+        with Path(path).open("w", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(_COLUMNS)
+            for one in found:
+                record = as_record(one)
+                record["params"] = None if record["params"] is None else json.dumps(record["params"], sort_keys=True)
+                head = (marks[one.environment], json.dumps(about[one.environment], sort_keys=True))
+                writer.writerow([*head, *(record[name] for name in _FIELDS)])
+    else:
+        raise ValueError(f"choices are written to .json or .csv, not to {path}")
+    return len(found)
+
+
+def as_record(one: Stored) -> dict[str, Any]:
+    """A stored choice as JSON has it."""
+    record: dict[str, Any] = one.decision._asdict()
+    params = one.decision.params
+    record |= {"problem": str(one.decision.problem), "params": None if params is None else dict(params)}
+    return {**record, "made": one.made}
+
+
+def import_choices(store: Store, path: str | Path, *, replace: bool = False) -> Taken:
+    """Take over choices that `export_choices` wrote; their source is "import" from now on.
+
+    Raises:
+        ValueError: where the file is not one of choices, with what is wrong with it; then nothing is taken.
+        OSError: where it cannot be read.
+    """
+    groups: dict[str, tuple[Mapping[str, Any], list[tuple[Decision, str]]]] = {}
+    for mark, description, record in _records(Path(path)):
+        groups.setdefault(mark, (description, []))[1].append(_decision(path, record))
+    taken = Taken()
+    for mark, (description, decisions) in groups.items():
+        number = store.environment(description, mark)
+        there = set() if replace else {(d.problem, d.budgets) for _, d, _, _ in store.decisions(number)}
+        new = [(one, made) for one, made in decisions if (one.problem, one.budgets) not in there]
+        store.decide(number, [one for one, _ in new], made=[made for _, made in new])
+        taken = taken._replace(
+            choices=taken.choices + len(new), choices_kept=taken.choices_kept + len(decisions) - len(new)
+        )
+    return taken
+
+
+def _records(path: Path) -> Iterable[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
+    """(fingerprint, description of the environment, fields of a choice)."""
+    try:
+        text = path.read_text()
+        if path.suffix == ".json":
+            whole = json.loads(text)
+            if whole["format"] != FORMAT or whole["version"] > FORMAT_VERSION:
+                raise ValueError(f"it is {whole['format']!r} of version {whole['version']}")
+            for group in whole["environments"]:
+                for record in group["choices"]:
+                    yield group["fingerprint"], group["description"], record
+            return
+        lines = csv.DictReader(text.splitlines())
+        if tuple(lines.fieldnames or ()) != _COLUMNS:
+            raise ValueError("its header differs")
+        for line in lines:
+            record = {**line, "params": json.loads(line["params"]) if line["params"] else None}
+            yield line["fingerprint"], json.loads(line["description"]), {**record, "gain": line["gain"] or None}
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{path} is not a file of choices of this version: {error}") from error
+
+
+def _decision(path: str | Path, record: Mapping[str, Any]) -> tuple[Decision, str]:
+    try:
+        gain, params = record["gain"], record["params"]
+        if params is not None and not isinstance(params, dict):
+            raise ValueError(f"parameters are {params!r}")
+        return Decision(
+            ConvProblem.parse(record["problem"]), str(record["budgets"]), str(record["algorithm"]), params, "import",
+            None if gain is None else float(gain), int(record["revision"]), int(record["samples"]),
+        ), str(record["made"])  # fmt: skip
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{path} has a choice that is none: {error} in {dict(record)}") from error
+
+
+# ---- measurements -----------------------------------------------------------------------------------------------
+
+
+def is_measurements(path: str | Path) -> bool:
+    """Whether a file is one that `store.export` wrote, by its name or first line."""
+    if Path(path).suffix == ".gz":
+        return True
+    with Path(path).open(errors="replace") as file:
+        return file.readline().startswith(",".join(HEADER[:3]))
+
+
+def import_measurements(store: Store, path: str | Path, *, replace: bool = False) -> Taken:
+    """Take over a CSV file of measurements, with the environment written beside it.
+
+    Raises:
+        ValueError: where it is no such file.
+        OSError: where it, or the file about its environment, cannot be read.
+    """
+    rows = read_rows(path)
+    about = json.loads(environment_path(path).read_text())
+    description = (about.get("environments") or [about["machine"]])[0]
+    number = store.environment(description, fingerprint(description))
+    there = set() if replace else {_key(row) for row in store.rows(number)}
+    new = [row for row in rows if _key(row) not in there]
+    if new:
+        pool = pool_mark({row.algorithm: row.revision for row in rows})
+        store.add(number, new, pool=pool, block=store.next_block(number))
+    return Taken(measurements=len(new), measurements_kept=len(rows) - len(new))
+
+
+def _key(row: Any) -> tuple[Any, ...]:
+    return (row.problem, row.algorithm, row.revision, row.repeat)
+
+
+def merge(store: Store, other: Store, *, replace: bool = False) -> Taken:
+    """Take over everything of another store, choice by choice and measurement by measurement. Of two choices for the
+    same problem the later one stays (with `replace`, the other store's). Merging twice changes nothing.
+
+    Raises:
+        StoreError: where a row of the other is damaged.
+    """
+    marks, totals = other.fingerprints(), [0, 0, 0, 0]
+    for number, description in other.environments().items():
+        here = store.environment(description, marks[number])
+        made = {(d.problem, d.budgets): when for _, d, when, _ in store.decisions(here)}
+        theirs = list(other.decisions(number))
+        new = [
+            one for one in theirs
+            if replace or one.made > made.get((one.decision.problem, one.decision.budgets), "")
+        ]  # fmt: skip
+        if new:
+            store.decide(here, [one.decision for one in new], made=[one.made for one in new])
+        added, there = store.add_from(other, number, here)
+        for i, count in enumerate((len(new), len(theirs) - len(new), added, there)):
+            totals[i] += count
+    return Taken(*totals)
+
+
+# ---- checking ---------------------------------------------------------------------------------------------------
+
+
+def verify(store: Store) -> dict[str, list[str]]:
+    """Kind of fault -> what has it: "pages" (SQLite's own check), "references" (rows of what is not there), "rows"
+    (choices that are not what was written), "problems" (that cannot be read), "unknown algorithms", "old revisions" (of
+    choices: measured again when next met). Kinds without a fault are left out."""
+    found: dict[str, list[str]] = {"pages": store.problems(thorough=True), "references": store.dangling()}
+    found["problems"] = []
+    for text in store.problem_texts():
+        try:
+            ConvProblem.parse(text)
+        except (TypeError, ValueError):
+            found["problems"].append(text)
+    rows: list[str] = []
+    unknown: dict[str, None] = {}
+    old: list[str] = []
+    for _, decision, _, _ in store.decisions(damaged=rows):
+        algorithm = BY_NAME.get(decision.algorithm)
+        if algorithm is None:
+            unknown[decision.algorithm] = None
+        elif algorithm.revision != decision.revision:
+            old.append(f"{decision.algorithm} {decision.revision} for {decision.problem}")
+    found |= {"rows": rows, "unknown algorithms": list(unknown), "old revisions": old}
+    return {kind: faults for kind, faults in found.items() if faults}

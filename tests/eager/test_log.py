@@ -1,0 +1,129 @@
+"""The log: lines that name what was chosen and how to do it again, where and when somebody listens."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from fake_model import use_fake
+
+from convselect import lru, settings
+from convselect.doctor import bench
+from convselect.eager import dispatch, log
+from convselect.kernels.pool import ALL
+from convselect.problem import conv_problem
+from convselect.settings import Settings
+
+PROBLEM = conv_problem(1, 8, 12, 12, 8, 3, 3, padding=1, threads=2)
+CHOOSE = """
+    import torch, convselect
+
+    with torch.no_grad():
+        for _ in range(3):
+            convselect.conv2d(torch.randn(1, 32, 28, 28), torch.randn(32, 32, 3, 3), padding=1)
+"""
+
+
+def run(code: str, **variables: str) -> subprocess.CompletedProcess:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("CONVSELECT_")}
+    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "CONVSELECT_STORE": "off", **variables}
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], env=environment, capture_output=True, text=True, check=True
+    )
+
+
+def said(caplog, level):
+    lru.clear()
+    with caplog.at_level(level, "convselect"):
+        caplog.clear()
+        dispatch.choice_for(PROBLEM, settings.current())
+        dispatch.choice_for(PROBLEM, settings.current())  # remembered: nothing to say
+    return [record.getMessage() for record in caplog.records if record.name == "convselect"]
+
+
+def test_a_line_names_the_choice_and_its_command_runs(monkeypatch, caplog):
+    use_fake(monkeypatch, "winograd4", gain=3.0)
+    (line,) = said(caplog, "INFO")
+    assert line.startswith("winograd4 from model, gain 3.00: ")
+    command = shlex.split(line.partition(": ")[2])
+    if command[0] == "CONVSELECT_POLICY=auto":  # these tests' own, and not the default
+        command.pop(0)
+    assert command[:2] == ["convselect", "bench"]
+    problem = bench.parse(command[2])
+    assert problem == PROBLEM
+    assert "winograd4" in {row.algorithm for row in bench.bench(problem, seconds=0.01).rows}
+
+
+def test_settings_that_are_not_the_defaults_are_part_of_the_command(monkeypatch):
+    with settings.use(
+        "native", precision="fast", workspace_bytes=2**20, workspace_share=0.25, disable="fft,wino"
+    ) as used:
+        words = shlex.split(log.reproduce(PROBLEM, used))
+    variables = dict(word.split("=", 1) for word in words[: words.index("convselect")])
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert settings._from_environment() is used
+    assert "CONVSELECT" not in log.reproduce(PROBLEM, Settings())
+
+
+def test_debug_says_why_the_others_were_not_taken(monkeypatch, caplog):
+    use_fake(monkeypatch, "winograd4")
+    lines = said(caplog, "DEBUG")
+    assert {line.split()[1].rstrip(":") for line in lines if line.startswith("  not ")} == {
+        algorithm.name for algorithm in ALL
+    } - {"winograd4"}
+    assert not any(line.startswith("  not ") for line in said(caplog, "INFO"))
+
+
+def test_a_settled_trial_is_a_line(caplog):
+    with caplog.at_level("INFO", "convselect"):
+        log.settled(PROBLEM, "fft", 1.5, 12, "clearly best")
+        log.settled(PROBLEM, "fft", None, 12, "clearly best")
+    first, second = (record.getMessage() for record in caplog.records)
+    assert first == f'fft settled after 12 rounds, gain 1.50 (clearly best): convselect bench "{PROBLEM}"'
+    assert "gain" not in second
+
+
+def test_nothing_is_made_where_nobody_listens(monkeypatch):
+    monkeypatch.setattr(log, "reproduce", lambda *_: pytest.fail("a line was made"))
+    lru.clear()
+    dispatch.choice_for(PROBLEM, settings.current())
+    log.settled(PROBLEM, "fft", 1.5, 12, "clearly best")
+
+
+def test_the_variable_installs_one_handler(tmp_path):
+    line = re.compile(r'^convselect: \w+ from \w+.*: convselect bench "forward N=1 C=32 .*"$')
+    assert run(CHOOSE).stderr == ""
+    (told,) = run(CHOOSE, CONVSELECT_LOG="info").stderr.splitlines()  # three calls, one choice
+    assert line.match(told)
+    assert "  not reference: it runs only when asked for by name" in run(CHOOSE, CONVSELECT_LOG="debug").stderr
+    path = tmp_path / "run.log"
+    assert run(CHOOSE, CONVSELECT_LOG=str(path)).stderr == ""
+    run(CHOOSE, CONVSELECT_LOG=str(path))
+    assert len(path.read_text().splitlines()) == 2
+
+
+def test_a_program_that_logs_gets_each_line_once():
+    own = "import logging; logging.basicConfig(level=logging.{}, format='own %(name)s %(message)s')\n"
+    for level, variables in (("WARNING", {"CONVSELECT_LOG": "info"}), ("INFO", {})):
+        (told,) = run(own.format(level) + textwrap.dedent(CHOOSE), **variables).stderr.splitlines()
+        assert told.startswith("own convselect ")
+    # A handler that lets nothing of the kind through is none.
+    deaf = "import logging; h = logging.StreamHandler(); h.setLevel(logging.ERROR); logging.root.addHandler(h)\n"
+    (told,) = run(deaf + textwrap.dedent(CHOOSE), CONVSELECT_LOG="info").stderr.splitlines()
+    assert told.startswith("convselect: ")
+
+
+def test_what_cannot_be_done_is_one_warning(tmp_path):
+    before = list(log.logger.handlers)
+    for value in ("loud", str(tmp_path / "missing" / "run.log")):
+        told = run("import convselect", CONVSELECT_LOG=value).stderr
+        assert told.count("ConvselectWarning") == 1
+        assert "nothing is logged" in told
+    assert log.install("off") is None
+    assert log.logger.handlers == before

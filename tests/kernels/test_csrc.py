@@ -1,0 +1,346 @@
+"""The C library: memory-safe, portable, and built as it should be. Built anew from the sources beside it."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import _guarded
+import pytest
+from problems import PROBLEMS, operands_of, random_operands
+
+import convselect
+from convselect.kernels import _library
+from convselect.kernels.pool import ALL
+from convselect.problem import Direction, layout_of
+
+ROOT = Path(convselect.__file__).parent.parent
+CC = os.environ.get("CC", sysconfig.get_config_var("CC") or "cc").split()
+KERNELS = _guarded.kernels()
+ENTRIES = {**KERNELS, **_guarded.packed_kernels()}
+X86 = os.uname().machine in ("x86_64", "amd64")
+
+pytestmark = [
+    pytest.mark.timeout(900),  # the first of them compiles
+    pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="an installed package cannot be built from here"),
+    pytest.mark.skipif(shutil.which(CC[0]) is None, reason=f"there is no C compiler ({CC[0]})"),
+]
+needs_binutils = pytest.mark.skipif(
+    not all(map(shutil.which, ("objdump", "nm", "readelf"))), reason="binutils are not installed"
+)
+
+
+def command(*words: object, cwd: Path | None = None, check: bool = True, **environment: str):
+    done = subprocess.run(
+        [str(word) for word in words], cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True
+    )
+    assert not check or done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def copy_of_sources(to: Path) -> Path:
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, to)
+    shutil.copytree(ROOT / "convselect", to / "convselect", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    return to
+
+
+@pytest.fixture(scope="session")
+def tree(tmp_path_factory) -> Path:
+    """A copy of the sources in which the library has been built: build/lib*/, objects in build/temp*/."""
+    pytest.importorskip("setuptools")
+    tree = copy_of_sources(tmp_path_factory.mktemp("tree"))
+    done = command(sys.executable, "setup.py", "build_ext", cwd=tree)
+    assert list(tree.glob("build/lib*/convselect/kernels/_csrc.so")), done.stdout + done.stderr
+    assert "warning:" not in done.stderr, done.stderr
+    return tree
+
+
+@pytest.fixture(scope="session")
+def built(tree) -> Path:
+    (library,) = tree.glob("build/lib*/convselect/kernels/_csrc.so")
+    return library
+
+
+@pytest.fixture(scope="session")
+def objects(tree) -> dict[str, Path]:
+    return {path.stem: path for path in tree.glob("build/temp*/**/*.o")}
+
+
+# ---- memory -----------------------------------------------------------------------------------------------------
+
+
+def assert_ran(ran: dict[str, int], names: Iterable[str]) -> None:
+    """Every kernel ran in some direction, and at every instruction set alike."""
+    for name in names:
+        for before in ENTRIES[name]:
+            counts = {case: n for case, n in ran.items() if case.startswith(f"{name}{before or ''} ")}
+            assert counts, f"{name}{before or ''} ran nowhere"
+            by_isa: dict[str, set[tuple[str, int]]] = {}
+            for case, n in counts.items():
+                what, isa = case.rsplit(" isa=")
+                by_isa.setdefault(isa, set()).add((what, n))
+            assert len({frozenset(cases) for cases in by_isa.values()}) == 1, f"instruction sets differ: {counts}"
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_no_byte_beside_an_operand_or_result_is_touched(name, built):
+    ran = _guarded.run(
+        {"CONVSELECT_LIBRARY": str(built)},
+        kernels=[name],
+        sides=[True, False],
+        random=150,
+        seed=1,
+        listed="all layouts",
+    )
+    assert_ran(ran, [name])
+
+
+def assert_blocks_ran(ran: dict[str, int]) -> None:
+    assert len(ran) == 2 * (_library.library().cs_best_isa() + 1)
+    assert min(ran.values()) > 20
+
+
+def test_no_byte_beside_a_blocks_operands_is_touched(built):
+    environment = {"CONVSELECT_LIBRARY": str(built)}
+    assert_blocks_ran(_guarded.run(environment, blocks=True, sides=[True, False], random=120, seed=4))
+
+
+@pytest.fixture(scope="session")
+def sanitized(tmp_path_factory) -> dict[str, str]:
+    """The environment for a process that uses a library with the address and undefined-behaviour sanitizers."""
+    if "clang" in command(*CC, "--version").stdout:
+        pytest.skip("clang links its sanitizers into the program, which here is Python")
+    runtimes = [command(*CC, f"-print-file-name={name}").stdout.strip() for name in ("libasan.so", "libubsan.so")]
+    if not all(os.path.isabs(path) for path in runtimes):
+        pytest.skip("the compiler has no sanitizer runtime")
+    assignments = {
+        node.targets[0].id: node.value for node in ast.parse((ROOT / "setup.py").read_text()).body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }  # fmt: skip
+    flags = [flag for flag in ast.literal_eval(assignments["FLAGS"]) if flag not in ("-O3", "-g0")]
+    flags += ["-O1", "-g1", "-fPIC", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    folder = tmp_path_factory.mktemp("sanitized")
+    sources = sorted(_guarded.CSRC.glob("*.c"))
+    compilers = [
+        subprocess.Popen([*CC, *flags, "-c", str(path), "-o", str(folder / f"{path.stem}.o")]) for path in sources
+    ]
+    assert [compiler.wait() for compiler in compilers] == [0] * len(compilers)
+    command(*CC, *flags, "-shared", *folder.glob("*.o"), "-o", folder / "library.so")
+    return {
+        "CONVSELECT_LIBRARY": str(folder / "library.so"),
+        "LD_PRELOAD": " ".join(runtimes),
+        "ASAN_OPTIONS": "detect_leaks=0",  # Python and torch keep what they have until the end
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+    }
+
+
+def test_sanitizers_have_nothing_to_say(sanitized):
+    ran = _guarded.run(sanitized, kernels=list(ENTRIES), sides=[None], random=200, seed=2, listed="one layout")
+    assert_ran(ran, ENTRIES)
+    assert_blocks_ran(_guarded.run(sanitized, blocks=True, sides=[None], random=100, seed=5))
+
+
+BUGS = {
+    "reads past an operand": ("float value = ((const float *)a)[{a}]; (void)*(volatile float *)&value;", "SIGSEGV"),
+    "reads ahead of an operand": ("float value = ((const float *)b)[-1]; (void)*(volatile float *)&value;", "SIGSEGV"),
+    "writes past its result": ("((float *)out)[{out}] = 1;", "SIGSEGV"),
+    "writes ahead of its result": ("((float *)out)[-1] = 1;", "wrote beside its result|SIGSEGV"),
+    "writes to an operand": ("*(volatile float *)a = *(const float *)a;", "SIGSEGV"),
+    "leaves the result unwritten": ("", "relative error nan"),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_the_guards_notice(bug, tmp_path):
+    """A kernel with one fault each, in place of every other."""
+    code, how = BUGS[bug]
+    x, y = "conv->N * conv->C * conv->H * conv->W", "conv->N * conv->K * conv->P * conv->Q"
+    w = "conv->K * (conv->C / conv->groups) * conv->R * conv->S"
+    a, out = (f"(conv->direction == {i} ? {y} : {x})" for i in (1, 0))
+    out = f"(conv->direction == 2 ? {w} : {out})"
+    for name in ("convselect.h", "kernels.h"):
+        shutil.copy(_guarded.CSRC / name, tmp_path)
+    (tmp_path / "faulty.c").write_text(
+        '#include "convselect.h"\n#include "kernels.h"\n'
+        "int32_t cs_abi(void) { return CS_ABI; }\nint32_t cs_best_isa(void) { return 0; }\n"
+        "void cs_free_scratch(void) {}\nint64_t cs_scratch_bytes(void) { return 0; }\n"
+        "#define FAULTY(name, parameters, arguments) CS_EXPORT int32_t name parameters {"
+        " (void)b; (void)out; if (conv->dtype != CS_F32) return CS_UNSUPPORTED; "
+        + code.format(a=a, out=out)
+        + " return CS_OK; }\nCS_KERNELS(FAULTY)\n"
+    )
+    command(*CC, "-std=gnu11", "-O0", "-fPIC", "-shared", tmp_path / "faulty.c", "-o", tmp_path / "faulty.so")
+    with pytest.raises(AssertionError, match=how):
+        _guarded.run(
+            {"CONVSELECT_LIBRARY": str(tmp_path / "faulty.so")},
+            kernels=[next(iter(KERNELS))], sides=[True, False], random=10, seed=3, listed="",
+        )  # fmt: skip
+
+
+# ---- what the algorithms ask for --------------------------------------------------------------------------------
+
+
+def test_no_kernel_declines_what_its_algorithm_asks_for_and_each_is_asked(monkeypatch):
+    """Where an algorithm applies it computes, with a kernel or without: a kernel that declines there is an error."""
+    if not _library.available():
+        pytest.skip("the library is not installed")
+    asked: set[str] = set()
+    declined: list[str] = []
+    real = _library.call
+
+    def call(name, a, b, problem, *rest, **options):
+        asked.add(name)
+        try:
+            return real(name, a, b, problem, *rest, **options)
+        except NotImplementedError:
+            declined.append(f"{name}: {problem}")
+            raise
+
+    monkeypatch.setattr(_library, "call", call)
+    users = [a for a in ALL if "_library" in Path(sys.modules[type(a).__module__].__file__).read_text()]
+    for listed in PROBLEMS.values():
+        for direction in Direction:
+            for dtype, layout in (("float32", "contiguous"), ("float32", "channels_last"), ("bfloat16", "contiguous")):
+                p = listed._replace(direction=direction, dtype=dtype)
+                operands = operands_of(p, *random_operands(p, layout, layout))
+                p = p._replace(layout=layout_of(operands[0]), weight_layout=layout)
+                for algorithm in users:
+                    if algorithm.why_not(p) is None:
+                        algorithm.run(*operands, p)
+    assert not declined, declined[:10]
+    assert asked == set(KERNELS)
+
+
+# ---- instructions and symbols -----------------------------------------------------------------------------------
+
+
+def instructions(path: Path) -> list[str]:
+    """Disassembled lines, mnemonic and operands."""
+    lines = command("objdump", "-d", "--no-show-raw-insn", path).stdout.splitlines()
+    return [line.split("\t", 1)[1].strip() for line in lines if re.match(r"\s+[0-9a-f]+:\t", line)]
+
+
+@needs_binutils
+@pytest.mark.skipif(not X86, reason="one instruction set only")
+def test_no_unit_holds_instructions_beyond_its_set(objects):
+    assert set(objects) == {"runtime", "isa_base", "isa_avx2", "isa_avx512"}
+    forbidden = {
+        # Every AVX mnemonic begins with v, whatever its registers.
+        "runtime": r"^v(?!er[rw])|%[yz]mm|%k[0-7]",
+        "isa_base": r"^v(?!er[rw])|%[yz]mm|%k[0-7]",
+        # AVX-512 shows in its registers: zmm, masks, and those from 16 on.
+        "isa_avx2": r"%zmm|%k[0-7]|%[xy]mm(1[6-9]|2\d|3[01])|\{(z|1to\d+|r.-sae)\}",
+        # What F, BW, DQ and VL do not have.
+        "isa_avx512": r"^v(pdp|dpbf16|cvtne|4fma|p4dpw|pmadd52|popcnt|pcompress[bw]|pexpand[bw]|gf2p8)|^tile|%tmm",
+    }
+    for unit, pattern in forbidden.items():
+        code = instructions(objects[unit])
+        assert len(code) > 20
+        found = [line for line in code if re.search(pattern, line)]
+        assert not found, f"{unit}: {found[:10]}"
+    assert any("%zmm" in line for line in instructions(objects["isa_avx512"]))
+    assert any("%ymm" in line for line in instructions(objects["isa_avx2"]))
+
+
+@needs_binutils
+def test_units_share_no_function(objects):
+    """A function that two units define and the linker merges would run with one unit's instructions in both."""
+    for unit, path in objects.items():
+        for line in command("nm", "--defined-only", path).stdout.splitlines():
+            kind, symbol = line.split()[-2:]
+            assert kind not in "WwVvuCi", f"{unit} defines {symbol} for the linker to merge"
+            if kind.isupper() and unit != "runtime":
+                assert symbol.endswith(unit.removeprefix("isa")), f"{unit} defines {symbol}"
+
+
+@needs_binutils
+def test_the_library_exports_its_interface_and_needs_neither_torch_nor_python(built):
+    exported = {line.split()[-1] for line in command("nm", "-D", "--defined-only", built).stdout.splitlines()}
+    assert {*ENTRIES, "cs_abi", "cs_best_isa", "cs_free_scratch", "cs_scratch_bytes"} <= exported
+    assert not [symbol for symbol in exported if not re.fullmatch(r"cs_\w+(?<!_base)(?<!_avx2)(?<!_avx512)", symbol)]
+    missing = {line.split()[-1] for line in command("nm", "-D", "--undefined-only", built).stdout.splitlines()}
+    assert not [symbol for symbol in missing if symbol.startswith(("Py", "_Py", "_Z"))]
+    needed = set(re.findall(r"NEEDED.*\[(.*?)\.so", command("readelf", "-d", built).stdout))
+    assert needed <= {"libgomp", "libomp", "libm", "libc", "libpthread", "libgcc_s", "ld-linux-x86-64"}
+
+
+# ---- installing -------------------------------------------------------------------------------------------------
+
+
+def test_source_and_binary_distributions_hold_the_sources(tree):
+    sources = {path.name for path in _guarded.CSRC.iterdir()}
+    command(sys.executable, "setup.py", "sdist", "bdist_wheel", cwd=tree)
+    (sdist,), (wheel,) = tree.glob("dist/*.tar.gz"), tree.glob("dist/*.whl")
+    with tarfile.open(sdist) as archive:
+        names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
+    assert {"setup.py", "pyproject.toml", *(f"convselect/kernels/csrc/{name}" for name in sources)} <= names
+    with zipfile.ZipFile(wheel) as archive:
+        packed = {name for name in archive.namelist() if name.startswith("convselect/")}
+    files = {str(path.relative_to(tree)) for path in (tree / "convselect").rglob("*") if path.is_file()}
+    assert packed == {"convselect/kernels/_csrc.so", *(name for name in files if not name.endswith(".pyc"))}
+    # For any Python, and for this platform only.
+    assert wheel.stem.split("-")[2:] == ["py3", "none", sysconfig.get_platform().replace("-", "_").replace(".", "_")]
+
+
+USE = """
+import torch, convselect
+from convselect.kernels import _library
+from convselect.machine.host import cpu_capability, family_of_host
+assert not _library.available()
+assert not family_of_host(cpu_capability()).endswith("-c")
+model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.ReLU(), torch.nn.Conv2d(8, 8, 3, groups=8))
+x = torch.randn(2, 3, 12, 12)
+want = model(x)
+convselect.convert(model)
+torch.testing.assert_close(model(x), want, rtol=1e-4, atol=1e-5)
+model(x).sum().backward()
+w, d = torch.randn(8, 3, 3, 3), torch.randn(3, 1, 3, 3)
+for policy, weight, groups in (("winograd4", w, 1), ("im2col_gemm", w, 1), ("depthwise", d, 3)):
+    got = convselect.conv2d(x, weight, padding=1, groups=groups, policy=policy)
+    torch.testing.assert_close(got, torch.conv2d(x, weight, padding=1, groups=groups), rtol=1e-4, atol=1e-4)
+print(convselect.__file__)
+"""
+
+
+def test_without_a_working_compiler_the_package_installs_and_works(tmp_path):
+    pytest.importorskip("setuptools")
+    tree = copy_of_sources(tmp_path)
+    done = command(sys.executable, "setup.py", "build_ext", "--inplace", cwd=tree, CC="false", LDSHARED="false")
+    assert "failed" in done.stdout + done.stderr
+    assert not list(tree.rglob("*.so"))
+    command(sys.executable, "setup.py", "bdist_wheel", cwd=tree, CC="false", LDSHARED="false")
+    assert [path.stem.split("-")[2:] for path in tree.glob("dist/*.whl")] == [["py3", "none", "any"]]
+    environment = {"PYTHONPATH": str(tree), "CONVSELECT_LIBRARY": ""}
+    done = command(sys.executable, "-W", "error::UserWarning:convselect", "-c", USE, cwd=tree, **environment)
+    assert Path(done.stdout.strip()).is_relative_to(tree)
+
+
+def test_switched_off_the_package_works(built):
+    command(sys.executable, "-c", USE, CONVSELECT_NO_NATIVE="1", CONVSELECT_LIBRARY=str(built), PYTHONPATH=str(ROOT))
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_the_makefile_builds_what_changed(tmp_path):
+    def asked(*changed: str) -> str:
+        options = [option for name in changed for option in ("-W", name)]
+        return command("make", "-n", *options, "setup", f"VENV={tmp_path}", cwd=ROOT).stdout
+
+    assert "pip install" in asked()
+    (tmp_path / ".convselect-ready").touch()
+    assert "setup.py" not in asked()
+    assert "pip install" not in asked()
+    for name in ("runtime.c", "simd.inc", "kernels.h"):
+        edited = asked(f"convselect/kernels/csrc/{name}")
+        assert "setup.py --quiet build_ext --inplace" in edited
+        assert "pip install" not in edited
+    assert "pip install" in asked("pyproject.toml")

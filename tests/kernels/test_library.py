@@ -1,0 +1,467 @@
+"""The C kernels as Python calls them: loading, arguments, threads, memory, forks."""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
+
+import _guarded
+import pytest
+import torch
+from places import TESTS
+from problems import PROBLEMS, operands_of, random_operands, relative_error
+from tolerances import FORWARD, WEIGHT_GRADIENT_FACTOR
+
+from convselect.kernels import _library
+from convselect.kernels.pool import ALL
+from convselect.kernels.reference import Reference
+from convselect.problem import Direction, conv_problem, layout_of
+
+KERNELS = [(name, before) for name, tiles in _guarded.kernels().items() for before in tiles]
+SLOTS = int(re.search(r"CS_SLOTS = (\d+)", (_guarded.CSRC / "scratch.h").read_text()).group(1))
+KEPT_BYTES = 64 << 20
+# Large enough for threads to share, one for every kernel's kind.
+TYPICAL = (
+    conv_problem(2, 32, 40, 40, 32, 3, 3, padding=1),
+    conv_problem(2, 64, 40, 40, 64, 3, 3, padding=1, groups=64),
+    conv_problem(2, 64, 28, 28, 64, 3, 3, padding=1, groups=16),
+    conv_problem(2, 3, 64, 64, 32, 7, 7, padding=3, stride=2),
+    conv_problem(2, 64, 28, 28, 64, 1, 1),
+)
+needs_library = pytest.mark.skipif(not _library.available(), reason="the C library is not installed")
+every_kernel = pytest.mark.parametrize(("name", "before"), KERNELS, ids=lambda v: str(v))
+
+
+def python(code: str, timeout_s: float = 120, **environment: str) -> str:
+    """Run code in a fresh process that finds the test helpers; what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, "OMP_WAIT_POLICY": "passive", **environment},
+        cwd=TESTS,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+    assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def cases(name: str, before: tuple[int, ...]):
+    """(problem, operands) of every direction that the kernel computes, for the first typical problem that it takes."""
+    found = []
+    for typical in TYPICAL:
+        for direction in Direction:
+            p = typical._replace(direction=direction)
+            operands = operands_of(p, *random_operands(p))
+            try:
+                _library.call(name, *operands, p, before)
+            except NotImplementedError:
+                continue
+            found.append((p, operands))
+        if found:
+            return found
+    raise AssertionError(f"{name}{before or ''} takes no typical problem")
+
+
+def check(got: torch.Tensor, name: str, before: tuple[int, ...], p, operands) -> None:
+    want = Reference().run(*(t.double() for t in operands), p._replace(dtype="float64"))
+    bound = FORWARD[p.dtype, _guarded.grade(name, before, p)]
+    assert relative_error(got, want) <= bound * (
+        WEIGHT_GRADIENT_FACTOR if p.direction == Direction.BACKWARD_WEIGHT else 1
+    )
+
+
+# ---- loading ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("environment", "available"),
+    [
+        ({"CONVSELECT_NO_NATIVE": "1"}, False),
+        ({"CONVSELECT_NO_NATIVE": "0"}, True),
+        ({"CONVSELECT_LIBRARY": "/nowhere/library.so"}, False),
+        ({"CONVSELECT_LIBRARY": __file__}, False),  # not a library
+        ({"CONVSELECT_LIBRARY": ctypes.util.find_library("c") or "libc.so.6"}, False),  # somebody else's
+        ({"CONVSELECT_LIBRARY": ""}, True),
+    ],
+)
+@needs_library
+def test_what_is_loaded(environment, available):
+    code = "from convselect.kernels import _library; print(_library.available())"
+    assert python(code, **environment).strip() == str(available)
+
+
+def test_a_library_of_another_version_is_not_used(monkeypatch):
+    _library.library.cache_clear()
+    monkeypatch.setattr(_library, "ABI", _library.ABI + 1)
+    try:
+        assert not _library.available()
+    finally:
+        _library.library.cache_clear()
+
+
+@needs_library
+def test_importing_loads_nothing():
+    code = "import convselect; from convselect.kernels import _library; print(_library.library.cache_info().currsize)"
+    assert python(code).strip() == "0"
+
+
+@pytest.mark.parametrize(
+    ("capability", "best", "isa"),
+    [("DEFAULT", 2, 0), ("NO AVX", 2, 0), ("AVX2", 2, 1), ("AVX2", 0, 0), ("AVX512", 2, 2), ("AVX512", 1, 1)],
+)
+def test_no_instruction_set_that_torch_was_told_not_to_use(capability, best, isa, monkeypatch):
+    class Loaded:
+        def cs_best_isa(self) -> int:
+            return best
+
+    monkeypatch.setattr(_library, "library", Loaded)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert _library.isa.__wrapped__() == isa
+
+
+@needs_library
+def test_an_unknown_instruction_set_is_declined():
+    p = TYPICAL[0]
+    x, weight, _ = random_operands(p)
+    for level in (-1, _library.library().cs_best_isa() + 1, 99):
+        with pytest.raises(NotImplementedError):
+            _library.call(*KERNELS[0][:1], x, weight, p, KERNELS[0][1], isa_level=level)
+
+
+def test_structs_are_as_the_header_has_them():
+    header = re.sub(r"/\*.*?\*/", "", (_guarded.CSRC / "convselect.h").read_text(), flags=re.DOTALL)
+    structs = {
+        "cs_conv": _library.Conv, "cs_epilogue": _library.Epilogue, "cs_block": _library.Block,
+        "cs_layer": _library.Layer, "cs_input": _library.Input,
+    }  # fmt: skip
+    for of, struct in structs.items():
+        body = re.search(r"typedef struct \{([^}]*)\} " + of, re.sub(r"/\*.*?\*/", "", header, flags=re.DOTALL)).group(
+            1
+        )
+        fields = []
+        for kind, names in re.findall(r"(int64_t|int32_t|const float|float|const void) ([^;]+);", body):
+            size = {"int64_t": ctypes.c_int64, "int32_t": ctypes.c_int32}.get(kind, ctypes.c_void_p)
+            for name in names.split(","):
+                plain, _, count = name.strip(" *]").partition("[")
+                fields.append((plain, size * int(count) if count else size))
+        assert fields == [tuple(field) for field in struct._fields_]
+    for name, number in {
+        **{f"CS_{name}": getattr(_library, name) for name in ("OK", "NO_MEMORY", "UNSUPPORTED", "NONFINITE")},
+        "CS_FORWARD": 0, "CS_BACKWARD_DATA": 1, "CS_BACKWARD_WEIGHT": 2, "CS_F32": 0, "CS_BF16": 1, "CS_F16": 2,
+        "CS_CONTIGUOUS": 0, "CS_CHANNELS_LAST": 1, "CS_LINEAR": 0, "CS_RELU": 1, "CS_RELU6": 2, "CS_SILU": 3,
+    }.items():  # fmt: skip
+        assert re.search(rf"\b{name} = {number}\b", header), name
+    assert re.search(rf"#define CS_ABI {_library.ABI}\b", header)
+
+
+# ---- arguments --------------------------------------------------------------------------------------------------
+
+SEEN = conv_problem(2, 3, 5, 6, 4, 3, 3, padding=1)
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """A kernel made of Python that keeps what it is given, and returns `status`."""
+
+    class Seen:
+        def __init__(self) -> None:
+            self.status = _library.OK
+            self.calls: list[tuple[dict[str, int], tuple]] = []
+
+        def __call__(self, conv, *rest):
+            fields = {name: getattr(conv._obj, name) for name, _ in _library.Conv._fields_}
+            self.calls.append((fields, rest))
+            return self.status
+
+    function = Seen()
+    monkeypatch.setattr(_library, "_function", lambda name, before: function)
+    monkeypatch.setattr(_library, "isa", lambda: 1)
+    _library._prepared.cache_clear()
+    yield function
+    _library._prepared.cache_clear()
+
+
+@pytest.mark.parametrize("direction", list(Direction), ids=str)
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "transposed", "offset", "expanded"])
+def test_the_struct_describes_the_operands(direction, layout, seen):
+    p = SEEN._replace(direction=direction)
+    first, second = operands_of(p, *random_operands(p, layout, "channels_last"))
+    p = p._replace(layout=layout_of(first))
+    out = _library.call("any", first, second, p, before=(4,))
+    ((fields, (m, a, b, c, epilogue)),) = seen.calls
+    for name in "NCHWKRSPQ":
+        assert fields[name] == getattr(p, name)
+    assert (fields["pad_top"], fields["pad_left"], fields["dil_h"], fields["groups"]) == (1, 1, 1, 1)
+    assert fields["direction"] == list(Direction).index(direction)
+    assert (m, c, epilogue) == (4, out.data_ptr(), None)
+    for tensor, address in ((first, a), (second, b)):
+        assert (address == tensor.data_ptr()) == (layout_of(tensor) != "strided")
+    streamed = _library.LAYOUTS["channels_last" if layout == "channels_last" else "contiguous"]
+    names = ["x_layout"] if direction == Direction.BACKWARD_WEIGHT else ["x_layout", "y_layout"]
+    assert {fields[name] for name in names} == {streamed}
+    assert fields["weight_layout"] == (0 if direction == Direction.BACKWARD_WEIGHT else 1)
+    assert out.shape == p.result_shape
+    assert out.dtype == torch.float32
+    want = "channels_last" if streamed and direction != Direction.BACKWARD_WEIGHT else "contiguous"
+    assert layout_of(out) == want
+
+
+def test_the_number_of_threads_is_that_of_the_call(seen):
+    x, weight, _ = random_operands(SEEN)
+    for threads in (1, 2, 3, 1):
+        torch.set_num_threads(threads)
+        _library.call("any", x, weight, SEEN)
+    assert [fields["threads"] for fields, _ in seen.calls] == [1, 2, 3, 1]
+
+
+def test_what_does_not_match_the_problem_never_reaches_a_kernel(seen):
+    x, weight, grad_y = random_operands(SEEN)
+    small = torch.randn(2, 3, 5, 5)
+    for a, b in ((small, weight), (x, weight[:, :2]), (x.double(), weight), (x, weight.bfloat16()), (x, grad_y),
+                 (x.to("meta"), weight), (x, weight.to("meta"))):  # fmt: skip
+        with pytest.raises(ValueError, match="operands"):
+            _library.call("any", a, b, SEEN)
+    bias, residual = torch.randn(4), torch.randn(SEEN.y_shape)
+    for options in (dict(bias=bias[:3]), dict(bias=bias[None]), dict(residual=residual[:1]),
+                    dict(residual=residual.double())):  # fmt: skip
+        with pytest.raises(ValueError, match=r"bias|residual"):
+            _library.call("any", x, weight, SEEN, **options)
+    for direction in (Direction.BACKWARD_DATA, Direction.BACKWARD_WEIGHT):
+        p = SEEN._replace(direction=direction)
+        with pytest.raises(ValueError, match="forward"):
+            _library.call("any", *operands_of(p, x, weight, grad_y), p, activation="relu")
+    with pytest.raises(KeyError):
+        _library.call("any", x, weight, SEEN, activation="tanh")
+    assert not seen.calls
+
+
+def test_an_epilogue_is_handed_over_as_the_kernel_expects_it(seen):
+    x, weight, _ = random_operands(SEEN, "channels_last")
+    bias = torch.randn(8)[::2].bfloat16()  # neither float32 nor dense
+    residual = torch.randn(SEEN.y_shape)
+    read = []
+    real, seen_call = _library.Epilogue, type(seen).__call__
+
+    def call(self, conv, a, b, out, epilogue):
+        e = epilogue._obj
+        assert isinstance(e, real)
+        y_shape, layout = SEEN.y_shape, "channels_last"
+        read.append((_guarded.at(e.bias, (4,), torch.float32).clone(), e.activation))
+        assert torch.equal(_guarded.at(e.residual, y_shape, torch.float32, layout), residual)
+        return seen_call(self, conv, a, b, out, epilogue)
+
+    type(seen).__call__ = call
+    _library.call("any", x, weight, SEEN, bias=bias, residual=residual, activation="silu")
+    ((got_bias, activation),) = read
+    assert torch.equal(got_bias, bias.float())
+    assert activation == 3
+
+
+def test_lazy_tensors_are_made_real(seen):
+    """A negation that is only a flag, and a zero that has no memory at all."""
+    x, weight, _ = random_operands(SEEN)
+    read = []
+
+    def call(self, conv, a, b, out, epilogue):
+        read.append(_guarded.at(a, SEEN.x_shape, torch.float32).clone())
+        return _library.OK
+
+    type(seen).__call__ = call
+    _library.call("any", torch._neg_view(x), weight, SEEN)
+    _library.call("any", torch._efficientzerotensor(SEEN.x_shape), weight, SEEN)
+    assert torch.equal(read[0], -x)
+    assert torch.equal(read[1], torch.zeros_like(x))
+
+
+def test_a_kernel_that_fails_is_an_error(seen):
+    x, weight, _ = random_operands(SEEN)
+    for status, error in ((_library.NO_MEMORY, MemoryError), (_library.UNSUPPORTED, NotImplementedError)):
+        seen.status = status
+        with pytest.raises(error, match="any"):
+            _library.call("any", x, weight, SEEN)
+
+
+# ---- threads ----------------------------------------------------------------------------------------------------
+
+
+@needs_library
+@every_kernel
+def test_any_number_of_threads_is_right_and_the_same_every_time(name, before, nan_memory):
+    for p, operands in cases(name, before):
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            first, *others = (_library.call(name, *operands, p, before) for _ in range(4))
+            check(first, name, before, p, operands)
+            assert all(torch.equal(first, other) for other in others), f"{p}, {threads} threads"
+
+
+@needs_library
+def test_how_many_threads_are_delivered_changes_no_bit():
+    """OpenMP may deliver fewer threads than were asked for."""
+    code = """
+        import hashlib, torch, test_library
+        from convselect.kernels import _library
+        for name, before in test_library.KERNELS:
+            for p, operands in test_library.cases(name, before):
+                for threads in (2, 3):
+                    torch.set_num_threads(threads)
+                    result = _library.call(name, *operands, p, before)
+                    print(name, before, p, threads, hashlib.sha256(result.numpy().tobytes()).hexdigest())
+    """
+    one, two, three = (python(code, OMP_THREAD_LIMIT=limit) for limit in "123")
+    assert one == two == three
+    assert len(one.splitlines()) >= 2 * len(KERNELS)
+
+
+@needs_library
+@every_kernel
+def test_several_python_threads_at_once(name, before):
+    """ctypes lets go of the GIL, so these calls do run at once; each has its own scratch memory."""
+    found = cases(name, before)
+    wants = [_library.call(name, *operands, p, before) for p, operands in found]
+
+    def work(i: int) -> bool:
+        torch.set_num_threads(1 + i % 2)
+        p, operands = found[i % len(found)]
+        want = wants[i % len(found)]
+        if i % 2:
+            return relative_error(_library.call(name, *operands, p, before), want) < 1e-5
+        return all(torch.equal(_library.call(name, *operands, p, before), want) for _ in range(5))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(24)))
+
+
+# ---- memory -----------------------------------------------------------------------------------------------------
+
+
+def scratch_bytes() -> int:
+    return _library.library().cs_scratch_bytes()
+
+
+@needs_library
+@every_kernel
+def test_scratch_memory_is_bounded_and_given_back(name, before):
+    for typical in TYPICAL:
+        p = typical._replace(N=4, H=3 * typical.H, W=3 * typical.W)
+        for direction in Direction:
+            p = p._replace(direction=direction)
+            x, weight, grad_y = torch.randn(p.x_shape), torch.randn(p.weight_shape), torch.randn(p.y_shape)
+            try:
+                _library.call(name, *operands_of(p, x, weight, grad_y), p, before)
+            except NotImplementedError:
+                break
+            assert 0 <= scratch_bytes() <= SLOTS * KEPT_BYTES
+            _library.library().cs_free_scratch()
+            assert scratch_bytes() == 0
+
+
+@needs_library
+def test_workspace_covers_scratch_memory():
+    """What a kernel takes beyond torch's own allocator is in its algorithm's `workspace_bytes`. Blocks are rounded up
+    to 4 KiB, and to 2 MiB where they are larger than an eighth of it."""
+    measured = 0
+    for algorithm in ALL:
+        for listed in (*PROBLEMS.values(), *TYPICAL):
+            for direction in Direction:
+                p = listed._replace(direction=direction)
+                if algorithm.name == "reference" or algorithm.why_not(p) is not None:
+                    continue
+                _library.library().cs_free_scratch()
+                algorithm.run(*operands_of(p, *random_operands(p)), p)
+                taken, promised = scratch_bytes(), algorithm.workspace_bytes(p)
+                measured += taken > 0
+                granularity = 2 << 20 if taken >= 2 << 20 else 4096
+                assert taken <= promised + SLOTS * granularity, f"{algorithm.name} {p}"
+    assert measured
+
+
+@needs_library
+def test_threads_that_end_leave_no_memory_behind():
+    code = """
+        import threading, torch, test_library
+        from pathlib import Path
+        from convselect.kernels import _library
+
+        found = [(name, before, *test_library.cases(name, before)[0]) for name, before in test_library.KERNELS]
+        kept = []
+
+        def work(threads):
+            torch.set_num_threads(threads)
+            for name, before, p, operands in found:
+                _library.call(name, *operands, p, before)
+            kept.append(test_library.scratch_bytes())
+
+        def run(count):
+            for i in range(count):
+                thread = threading.Thread(target=work, args=(1 + i % 2,))
+                thread.start()
+                thread.join()
+
+        resident = lambda: int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+        alive = lambda: len(list(Path("/proc/self/task").iterdir()))
+        run(30)
+        before, threads = resident(), alive()
+        run(200)
+        print(resident() - before, sum(kept[30:]), alive() - threads)
+    """
+    grown, left_behind, more_threads = map(int, python(code).split())
+    assert left_behind > 2**30  # had nothing been freed
+    assert grown < left_behind / 10  # what malloc keeps for the next thread comes and goes by 50 MiB
+    assert more_threads <= 2
+
+
+# ---- the process around it --------------------------------------------------------------------------------------
+
+
+@needs_library
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+@pytest.mark.parametrize("threads_before", [1, 2])
+def test_a_forked_child_can_go_on_with_one_thread(threads_before):
+    """As data loaders do. (With several, a child of a process that used OpenMP hangs, in torch as well.)"""
+    code = f"""
+        import os, torch, test_library
+        from convselect.kernels import _library
+
+        torch.set_num_threads({threads_before})
+        found = [(n, b, p, o) for n, b in test_library.KERNELS for p, o in test_library.cases(n, b)]
+        torch.set_num_threads(1)
+        want = [_library.call(n, *o, p, b) for n, b, p, o in found]
+        children = []
+        for _ in range(3):
+            child = os.fork()
+            if child == 0:
+                same = all(torch.equal(_library.call(n, *o, p, b), w) for (n, b, p, o), w in zip(found, want))
+                os._exit(0 if same else 1)
+            children.append(child)
+        print([os.waitpid(child, 0)[1] for child in children])
+    """
+    assert python(code).strip() == "[0, 0, 0]"
+
+
+@needs_library
+def test_denormals_stay():
+    """Loading or running a library must not switch them off for the thread, as those linked with -ffast-math do."""
+    code = """
+        import torch, test_library
+        from convselect.kernels import _library
+
+        tiny = torch.full((64,), 1e-39)
+        assert bool((tiny * 0.5 > 0).all())
+        assert _library.available()
+        assert bool((tiny * 0.5 > 0).all()), "loading"
+        for name, before in test_library.KERNELS:
+            for p, operands in test_library.cases(name, before):
+                for threads in (1, 2):
+                    torch.set_num_threads(threads)
+                    _library.call(name, *operands, p, before)
+                    assert bool((tiny * 0.5 > 0).all()) and 1e-310 * 0.5 > 0, name
+    """
+    python(code)

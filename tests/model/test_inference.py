@@ -1,0 +1,432 @@
+from __future__ import annotations
+
+import ast
+import dataclasses
+import io
+import json
+import math
+import os
+import threading
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from convselect import timing
+from convselect.kernels import _library
+from convselect.machine import host
+from convselect.model import _archive, inference
+from convselect.model.features import FEATURE_NAMES, features
+from convselect.model.inference import ArtifactError, Card, Prediction, Predictor, artifact_path, save
+from convselect.model.reformer import Reformer, fold
+from convselect.problem import conv_problem
+
+D = len(FEATURE_NAMES)
+PROBLEM = conv_problem(8, 64, 56, 56, 128, 3, 3, padding=1)
+NAMES = ("im2col", "native", "winograd", "fft")
+CARD = Card(
+    "cpu-test", NAMES, 4.0, 0.05, ("bfloat16", "float32"), host_flags={"avx512_bf16": True, "amx_bf16": False},
+    revisions={"native": 1}, versions={"torch": "2.13"}, figures={"top1": 0.5},
+)  # fmt: skip
+
+
+def arrays(widths=((6, 5), (4, 3)), classes: int = len(NAMES), seed: int = 0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    made = {"mean": rng.normal(size=D), "scale": rng.uniform(0.2, 1, D)}
+    made |= {"low": np.full(D, -50.0), "high": np.full(D, 50.0)}
+    d = D
+    for i, (hidden, out) in enumerate(widths):
+        made[f"hidden_{i}"] = rng.normal(size=(hidden, d + 1)) / math.sqrt(d)
+        made[f"out_{i}"] = rng.normal(size=(out, d + 1 + hidden)) / math.sqrt(d)
+        d = out
+    made["head"] = rng.normal(size=(classes, d + 1))
+    return {name: array.astype(np.float32) for name, array in made.items()}
+
+
+@pytest.fixture
+def artifact(tmp_path: Path) -> Path:
+    path = tmp_path / "cpu-test.npz"
+    save(path, CARD, arrays())
+    return path
+
+
+def expected_logits(made: dict[str, np.ndarray], x: np.ndarray) -> np.ndarray:
+    """The folded network written out, in float64."""
+    x = (np.clip(x.astype(np.float64), made["low"], made["high"]) - made["mean"]) * made["scale"]
+    for i in range(sum(name.startswith("hidden_") for name in made)):
+        t = np.maximum(made[f"hidden_{i}"] @ np.append(x, 1), 0)
+        x = np.maximum(made[f"out_{i}"] @ np.concatenate([x, [1], t]), 0)
+    return made["head"] @ np.append(x, 1)
+
+
+# ---- running ----------------------------------------------------------------------------------------------------
+
+
+def test_logits_are_those_of_the_network_written_out():
+    made = arrays()
+    predictor = Predictor(CARD, made)
+    for seed in range(20):
+        x = np.random.default_rng(seed).normal(3, 4, D).astype(np.float32)
+        before = x.copy()
+        np.testing.assert_allclose(predictor.logits(x), expected_logits(made, x), rtol=1e-4, atol=1e-4)
+        np.testing.assert_array_equal(x, before)
+
+
+def test_float16_storage_moves_logits_by_little(tmp_path: Path):
+    made, x = arrays(), features(PROBLEM)
+    for half, bound in ((False, 1e-4), (True, 2e-2)):
+        save(tmp_path / "a.npz", CARD, made, half=half)
+        got = Predictor.load(tmp_path / "a.npz").logits(x)
+        assert np.abs(got - expected_logits(made, x)).max() < bound
+
+
+def test_a_prediction_is_ranked_and_its_gains_are_relative_to_native():
+    prediction = Prediction(("a", "native", "b", "c"), [1.0, 2.0, 4.0, -1.0], alpha=4.0)
+    assert list(prediction.ranked) == ["b", "native", "a", "c"]
+    assert prediction.log_gain("native") == 0
+    assert prediction.log_gain("b") == 0.5
+    assert prediction.log_gain("a") == -0.25
+    assert prediction.log_gain("never heard of") == -math.inf
+    assert sum(prediction.probabilities) == pytest.approx(1)
+    assert prediction.probability("b") / prediction.probability("native") == pytest.approx(math.exp(2))
+    assert prediction.probability("never heard of") == 0
+    assert "b, 1.65 x native" in repr(prediction)
+
+
+def test_predict_uses_the_features_of_the_problem(artifact: Path):
+    predictor = Predictor.load(artifact)
+    prediction = predictor.predict(PROBLEM)
+    assert prediction is not None
+    np.testing.assert_array_equal(prediction.logits, predictor.logits(features(PROBLEM)))
+    assert prediction.names == NAMES
+    assert predictor.margin == 0.05
+
+
+def test_unmeasured_thread_counts_have_to_promise_more(artifact: Path):
+    predictor = Predictor.load(artifact)
+    most = max(predictor.card.threads)
+    margins = [predictor.predict(PROBLEM._replace(threads=most * factor)).margin for factor in (1, 2, 8)]
+    assert margins[0] == predictor.margin
+    assert margins[1] - margins[0] == pytest.approx(math.log(1.5))
+    assert margins[2] - margins[0] == pytest.approx(3 * math.log(1.5))
+
+
+def test_float32_computed_in_less_is_not_what_was_measured(artifact: Path):
+    assert Predictor.load(artifact).predict(PROBLEM._replace(tf32=True)) is None
+
+
+def test_eight_threads_get_the_same_answers(artifact: Path):
+    predictor = Predictor.load(artifact)
+    problems = [PROBLEM._replace(C=8 * c, H=h) for c in range(1, 11) for h in range(7, 27)]
+    want = [Predictor.load(artifact).predict(problem).logits for problem in problems]
+    barrier, wrong, finished = threading.Barrier(8), [], []
+
+    def work(offset: int) -> None:
+        barrier.wait()
+        for i in range(2 * len(problems)):
+            k = (i + 25 * offset) % len(problems)
+            if predictor.predict(problems[k]).logits != want[k]:
+                wrong.append(k)
+        finished.append(offset)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(finished) == list(range(8))
+    assert wrong == []
+
+
+def test_the_matrix_products_allocate_nothing():
+    predictor = Predictor(CARD, arrays(((4096, 512), (2048, 512))))
+    x = features(PROBLEM)
+    predictor._run(x)
+    tracemalloc.start()
+    predictor._run(x)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1500  # the smallest vector in between takes 2,048 bytes
+
+
+def test_features_and_prediction_take_at_most_49_us(tmp_path: Path):
+    """49 us is the paper's figure for its network of the same size."""
+    names = ("native", *(f"a{i}" for i in range(19)))
+    card = dataclasses.replace(CARD, algorithm_names=names)
+    predictor = Predictor(card, arrays(((64, 128), (224, 64), (64, 32)), len(names)))
+
+    def hundred() -> None:
+        for _ in range(100):
+            predictor.predict(PROBLEM)
+
+    best = timing.interleaved({"predict": hundred}, 40)["predict"].on_thread_clock.min_us / 100
+    assert best <= 49
+
+
+def test_inference_does_not_import_torch():
+    """`convselect.problem` does, for its dtypes; but no tensor and no training code may come near a prediction."""
+    imported = set()
+    for module in (inference, _archive):
+        for node in ast.walk(ast.parse(Path(module.__file__).read_text())):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                imported |= {f"{node.module}.{alias.name}" for alias in node.names}
+    assert "numpy" in imported
+    imported = {name for name in imported if not name.startswith("convselect.model._archive")}
+    assert not any(name.startswith(("torch", "convselect.model", "convselect.kernels")) for name in imported)
+
+
+# ---- what it declines -------------------------------------------------------------------------------------------
+
+
+def test_what_was_not_measured_is_declined(artifact: Path):
+    predictor = Predictor.load(artifact, host_flags=CARD.host_flags)
+    assert predictor.predict(PROBLEM) is not None
+    assert predictor.predict(PROBLEM._replace(threads=64)) is not None
+    assert predictor.predict(PROBLEM._replace(dtype="bfloat16")) is not None
+    assert predictor.predict(PROBLEM._replace(dtype="float16")) is None
+    assert predictor.predict(PROBLEM._replace(dtype="float64")) is None
+    assert predictor.predict(PROBLEM._replace(device="cuda")) is None
+    assert predictor.predict(PROBLEM._replace(N=0)) is None
+    assert predictor.predict(PROBLEM._replace(R=99)) is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "covered"),
+    [
+        (None, False),
+        ({}, False),
+        ({"avx512_bf16": True}, True),
+        ({"avx512_bf16": True, "amx_bf16": True}, False),
+        ({"avx512_bf16": True, "avx512_fp16": True}, True),  # says nothing about bfloat16
+    ],
+)
+def test_16_bit_problems_need_the_measured_processor_features(artifact: Path, flags, covered: bool):
+    predictor = Predictor.load(artifact, host_flags=flags)
+    assert (predictor.predict(PROBLEM._replace(dtype="bfloat16")) is not None) == covered
+    assert predictor.predict(PROBLEM) is not None
+
+
+# ---- files ------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_is_read_back_from_path_and_bytes(artifact: Path):
+    from_path, from_bytes = Predictor.load(str(artifact)), Predictor.load(artifact.read_bytes())
+    assert from_path.card == from_bytes.card == CARD
+    np.testing.assert_array_equal(from_path.logits(features(PROBLEM)), from_bytes.logits(features(PROBLEM)))
+    assert json.loads(artifact.with_suffix(".json").read_text())["algorithm_names"] == list(NAMES)
+    assert sorted(p.name for p in artifact.parent.iterdir()) == ["cpu-test.json", "cpu-test.npz"]
+    assert artifact_path("cpu-test", artifact.parent) == artifact
+
+
+def test_the_same_network_is_the_same_bytes(artifact: Path, tmp_path: Path):
+    save(tmp_path / "again.npz", CARD, arrays())
+    assert (tmp_path / "again.npz").read_bytes() == artifact.read_bytes()
+
+
+def test_a_missing_file_is_an_artifact_error(tmp_path: Path):
+    with pytest.raises(ArtifactError, match="there is no model file"):
+        Predictor.load(tmp_path / "nothing.npz")
+    with pytest.raises(ArtifactError, match="damaged"):
+        Predictor.load(tmp_path)  # a folder
+
+
+@pytest.mark.parametrize("content", [b"", b"PK", b"hello\n" * 100, os.urandom(4096)])
+def test_what_is_no_artifact_is_an_artifact_error(content: bytes):
+    with pytest.raises(ArtifactError, match="model file"):
+        Predictor.load(content)
+
+
+def test_a_plain_array_and_a_pickle_are_artifact_errors():
+    for value in (np.zeros(3), np.array([{}], dtype=object)):
+        buffer = io.BytesIO()
+        np.save(buffer, value, allow_pickle=True)
+        with pytest.raises(ArtifactError, match="not a model file"):
+            Predictor.load(buffer.getvalue())
+    buffer = io.BytesIO()
+    np.savez(buffer, weights=np.zeros(3))
+    with pytest.raises(ArtifactError, match="no card"):
+        Predictor.load(buffer.getvalue())
+    buffer = io.BytesIO()
+    np.savez(buffer, card=np.array([{"a": 1}], dtype=object))
+    with pytest.raises(ArtifactError, match="damaged"):
+        Predictor.load(buffer.getvalue())
+
+
+def test_every_truncation_is_an_artifact_error(artifact: Path):
+    content = artifact.read_bytes()
+    for size in {*range(0, len(content), 37), *range(len(content) - 60, len(content))}:
+        with pytest.raises(ArtifactError):
+            Predictor.load(content[:size])
+
+
+def test_a_flipped_byte_is_an_artifact_error_or_harmless(artifact: Path):
+    """Names, times and attributes in the archive's directory may change without changing what is read."""
+    content, x = artifact.read_bytes(), features(PROBLEM)
+    want = Predictor.load(content).logits(x)
+    refused = 0
+    for position in range(0, len(content), 3):
+        damaged = bytearray(content)
+        damaged[position] ^= 0x55
+        try:
+            got = Predictor.load(bytes(damaged))
+        except ArtifactError:
+            refused += 1
+        else:
+            np.testing.assert_array_equal(got.logits(x), want)
+            assert got.card == CARD
+    assert refused > 0.8 * len(content) / 3
+
+
+def load_with(card_changes: dict[str, object] | None = None, made: dict[str, np.ndarray] | None = None) -> Predictor:
+    """Write without `save`'s checks, load."""
+    values = {**json.loads(CARD.to_json()), **(card_changes or {})}
+    buffer = io.BytesIO()
+    np.savez(buffer, card=np.array(json.dumps(values)), **(arrays() if made is None else made))
+    return Predictor.load(buffer.getvalue())
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"format_version": 2}, "has format 2; this version reads format 1"),
+        ({"features_version": 0}, "trained on features of version 0, this is version 3"),
+        ({"feature_names": list(FEATURE_NAMES[::-1])}, "trained on features"),
+        ({"feature_names": list(FEATURE_NAMES[:-1])}, "trained on features"),
+        ({"algorithm_names": ["a", "b", "c", "d"]}, "lack 'native'"),
+        ({"algorithm_names": ["native", "b", "b", "d"]}, "not unique"),
+        ({"algorithm_names": ["native", "b", "d"]}, "do not fit"),
+        ({"alpha": 0.0}, "makes no sense"),
+        ({"margin": -1.0}, "makes no sense"),
+        ({"margin": float("nan")}, "makes no sense"),
+        ({"margin": "much"}, "damaged"),
+        ({"novel_field": 1}, "one too many"),
+        ({"dtypes": None}, "damaged"),
+    ],
+)
+def test_a_foreign_card_is_named(changes: dict[str, object], match: str):
+    with pytest.raises(ArtifactError, match=match):
+        load_with(changes)
+
+
+def test_the_unchanged_card_and_arrays_do_load():
+    assert load_with().card == CARD
+
+
+@pytest.mark.parametrize(
+    ("name", "replacement", "match"),
+    [
+        ("head", None, "lacks a matrix"),
+        ("out_1", None, "lacks a matrix"),
+        ("extra", np.zeros(3, np.float32), "one too many"),
+        ("mean", np.zeros(D - 1, np.float32), "do not fit"),
+        ("hidden_0", np.zeros((6, D), np.float32), "do not fit"),
+        ("hidden_1", np.zeros(4, np.float32), "do not fit"),
+        ("out_0", np.zeros((), np.float32), "do not fit"),
+        ("head", np.full((4, 4), np.nan, np.float32), "not finite"),
+        ("scale", np.full(D, np.inf, np.float32), "not finite"),
+        ("head", np.zeros((4, 4), np.int32), "not floating point"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_named(name: str, replacement: np.ndarray | None, match: str):
+    made = arrays()
+    made.pop(name, None)
+    if replacement is not None:
+        made[name] = replacement
+    with pytest.raises(ArtifactError, match=match):
+        load_with(made=made)
+
+
+def test_no_block_at_all_is_an_artifact_error():
+    made = {name: array for name, array in arrays().items() if not name.startswith(("hidden", "out"))}
+    with pytest.raises(ArtifactError, match="lacks a matrix"):
+        load_with(made=made)
+
+
+def test_save_refuses_what_load_would(tmp_path: Path):
+    made = arrays()
+    made["head"] = made["head"] * np.float32(1e6)  # overflows float16
+    with np.errstate(over="ignore"), pytest.raises(ArtifactError, match="not finite"):
+        save(tmp_path / "a.npz", CARD, made)
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- the host ---------------------------------------------------------------------------------------------------
+
+
+def test_families_are_named_by_processor_and_instruction_set():
+    assert host.family_of_host("AVX2", "x86_64", c_kernels=False) == "cpu-x86-avx2"
+    assert host.family_of_host("AVX512", "AMD64", c_kernels=False) == "cpu-x86-avx512"
+    assert host.family_of_host("DEFAULT", "aarch64", c_kernels=False) == "cpu-arm-default"
+    assert host.family_of_host("NO AVX", "x86_64", c_kernels=False) == "cpu-x86-no-avx"
+    assert host.family_of_host("DEFAULT", "riscv64", c_kernels=False) == "cpu-riscv64-default"
+    assert host.family_of_host(host.cpu_capability()).startswith("cpu-")
+    assert [host.family_of_cuda(c) for c in ((8, 0), (9, 0), (12, 0))] == ["cuda-sm80", "cuda-sm90", "cuda-sm120"]
+
+
+def test_a_family_with_the_c_kernels_is_another_family(monkeypatch):
+    assert host.family_of_host("AVX512", "x86_64", c_kernels=True) == "cpu-x86-avx512-c"
+    for loaded, want in ((True, "cpu-x86-avx2-c"), (False, "cpu-x86-avx2")):
+        monkeypatch.setattr(host._library, "available", lambda loaded=loaded: loaded)
+        assert host.family_of_host("AVX2", "x86_64") == want
+
+
+ALL_FLAGS = {"avx512_bf16": True, "amx_bf16": True, "avx512_fp16": True, "amx_fp16": True}
+NO_FLAGS = dict.fromkeys(ALL_FLAGS, False)
+
+
+@pytest.mark.parametrize(
+    ("capability", "environment", "want"),
+    [
+        ("AVX512", {}, ALL_FLAGS),
+        ("AVX512", {"ONEDNN_MAX_CPU_ISA": "DEFAULT"}, ALL_FLAGS),
+        ("AVX512", {"ONEDNN_MAX_CPU_ISA": "avx512_core_amx_fp16"}, ALL_FLAGS),
+        ("AVX2", {}, NO_FLAGS),
+        ("DEFAULT", {}, NO_FLAGS),
+        ("AVX512", {"ONEDNN_MAX_CPU_ISA": "AVX2"}, NO_FLAGS),
+        ("AVX512", {"DNNL_MAX_CPU_ISA": "avx2"}, NO_FLAGS),
+        ("AVX512", {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}, NO_FLAGS),
+        ("AVX512", {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}, NO_FLAGS | {"avx512_bf16": True}),
+        (
+            "AVX512",
+            {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16"},
+            NO_FLAGS | {"avx512_bf16": True, "avx512_fp16": True},
+        ),
+    ],
+)
+def test_16_bit_flags_honour_the_limits_set_by_environment(capability: str, environment, want):
+    assert host.host_flags(capability, ALL_FLAGS, environment) == want
+
+
+def test_a_processor_without_the_features_has_no_flags():
+    assert host.host_flags("AVX512", {}, {}) == NO_FLAGS
+    assert set(host.host_flags()) == set(ALL_FLAGS)
+
+
+@pytest.mark.skipif(not _library.available(), reason="the C kernels are not built here")
+@pytest.mark.parametrize("level", range(3))
+def test_c_and_numpy_say_the_same(level: int, monkeypatch: pytest.MonkeyPatch):
+    """Layers of odd sizes, so that vectors end in the middle; at every instruction set this machine has."""
+    if level > _library.library().cs_best_isa():
+        pytest.skip("not on this machine")
+    monkeypatch.setattr(_library, "isa", lambda: level)
+    torch.manual_seed(0)
+    for widths in (((64, 128), (216, 64), (64, 32)), ((7, 13), (33, 1), (1, 17))):
+        model = Reformer(len(FEATURE_NAMES), 19, widths).eval()
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+        model.fit_input(torch.randn(50, len(FEATURE_NAMES)))
+        names = ("native", *(f"a{i}" for i in range(18)))
+        card = Card("test", names, 4.0, 0.1, ("float32",))
+        in_c = Predictor(card, fold(model))
+        with monkeypatch.context() as patch:
+            patch.setattr(_library, "available", lambda: False)
+            in_numpy = Predictor(card, fold(model))
+            want = [in_numpy.logits(x) for x in np.random.default_rng(0).normal(0, 3, (20, len(FEATURE_NAMES)))]
+        got = [in_c.logits(x) for x in np.random.default_rng(0).normal(0, 3, (20, len(FEATURE_NAMES)))]
+        assert callable(in_c._local.program[1])
+        assert not callable(in_numpy._local.program[1])
+        np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-4)
