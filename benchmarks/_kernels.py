@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from convselect import settings, timing
-from convselect.choice.choose import NATIVE, refusal
-from convselect.eager import dispatch
+from convselect.choice.budgets import refusal
+from convselect.choice.choose import NATIVE
+from convselect.eager import resolve
 from convselect.kernels._contract import Algorithm
 from convselect.kernels.pool import ALL, BY_NAME
 from convselect.measure.measure import ERROR_BOUNDS, operands
@@ -106,7 +107,7 @@ def measure(
     """
     budgets = settings.current()
     if choose is None:
-        choose = lambda p: dispatch.choice_for(p, budgets).algorithm  # noqa: E731
+        choose = lambda p: resolve.choice_for(p, budgets).algorithm  # noqa: E731
     problem = problem._replace(threads=torch.get_num_threads(), layout=CONTIGUOUS, weight_layout=CONTIGUOUS)
     a, b = operands(problem)
     native = BY_NAME[NATIVE]

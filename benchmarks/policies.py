@@ -34,8 +34,8 @@ from benchmarks.models import MODELS
 from convselect import lru, timing
 from convselect.demo.demo import restart_with_tuned_malloc
 from convselect.demo.tables import print_environment
-from convselect.eager import execution
-from convselect.eager.live_trial import OnTrial
+from convselect.eager import resolve
+from convselect.eager.live_trial import LiveTrial
 from convselect.machine.environment import run_environment
 
 NETWORKS = ("resnet18", "unet", "mobilenet_v2", "convnext_tiny")
@@ -110,7 +110,7 @@ def measure(network: str, batch: int, *, training: bool, seconds: float, size: i
             if len(stock) == 1:
                 stock_error = distance(results["stock"](), exact)
             errors.append(distance(results["verify"](), exact))
-        trials = [e.choice for e in execution.choices.entries.values() if isinstance(e.choice, OnTrial)]
+        trials = [e.found for e in resolve.choices.entries.values() if isinstance(e.found, LiveTrial)]
         for _ in range(2):
             sides["auto"]()
         times = timing.interleaved(sides, 100, deadline_s=seconds)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from convselect.eager import dispatch
+from convselect.choice.choose import check_policy
 from convselect.layer import SelectedConv2d
 
 
@@ -51,7 +51,7 @@ def convert(
     if not isinstance(model, nn.Module):
         raise TypeError(f"convert takes an nn.Module, not {type(model).__name__}")
     if policy is not None:
-        dispatch.check_policy(policy)
+        check_policy(policy)
     converted: list[str] = []
     left_alone: dict[str, str] = {}
     for name, module in model.named_modules():

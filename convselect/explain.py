@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from convselect import settings
+from convselect.aten.arguments import problems_of
 from convselect.choice.reasons import reasons, times
-from convselect.eager import dispatch
+from convselect.eager import resolve
 from convselect.kernels.pool import BY_NAME
 from convselect.model import loaded
 from convselect.problem import ConvProblem
@@ -141,7 +142,7 @@ def explain(target: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:
         policy = getattr(layer, "policy", None)
         current = settings.current()
         used = current if policy is None else settings.with_policy(current, policy)
-        for problem in dispatch.problems_of(layer, x):
+        for problem in problems_of(layer, x):
             if (name, problem) not in seen:
                 seen.add((name, problem))
                 rows.append(_row(name, problem, used))
@@ -175,7 +176,7 @@ def _recording(target: nn.Module, record: Any) -> Iterator[None]:
 
 
 def _row(layer: str, problem: ConvProblem, used: Settings) -> Row:
-    choice = dispatch.choice_for(problem, used)
+    choice = resolve.choice_for(problem, used)
     predictor = loaded.get_for(problem) if used.chooses else None
     prediction = predictor.predict(problem) if predictor is not None else None
     probability = choice.probability

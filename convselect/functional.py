@@ -51,8 +51,9 @@ def conv2d(
         padding = (padding, padding)
     if type(dilation) is int:
         dilation = (dilation, dilation)
+    geometry = (stride, padding, dilation, groups)
     if _is_dynamo_compiling() or _is_exporting():
         from convselect.graph import traced  # needs dynamo
 
-        return traced.conv2d(input, weight, bias, stride, padding, dilation, groups, policy)
-    return dispatch.conv2d(input, weight, bias, stride, padding, dilation, groups, policy)
+        return traced.conv2d(input, weight, bias, geometry, policy)
+    return dispatch.conv2d(input, weight, bias, geometry, policy)

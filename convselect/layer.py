@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Proxy
 
+from convselect.choice.choose import check_policy
 from convselect.eager import dispatch
 
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
@@ -39,7 +40,7 @@ class SelectedConv2d(nn.Conv2d):
             in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype
         )
         if policy is not None:
-            dispatch.check_policy(policy)
+            check_policy(policy)
             self.policy = policy
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -56,11 +57,12 @@ class SelectedConv2d(nn.Conv2d):
             if self.padding_mode != "zeros":
                 input = F.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode)
                 padding = (0, 0)
+            geometry = (self.stride, padding, self.dilation, self.groups)
             if _is_dynamo_compiling() or _is_exporting():
                 from convselect.graph import traced  # needs dynamo
 
-                return traced.conv2d(input, weight, bias, self.stride, padding, self.dilation, self.groups, self.policy)
-            return dispatch.conv2d(input, weight, bias, self.stride, padding, self.dilation, self.groups, self.policy)
+                return traced.conv2d(input, weight, bias, geometry, self.policy)
+            return dispatch.conv2d(input, weight, bias, geometry, self.policy)
 
     def _as_leaf(self, input: Any, *parameters: Any) -> Any:
         """Symbolic tracing: where the tracer would keep an nn.Conv2d whole, keep this layer whole. (The default tracer

@@ -61,7 +61,7 @@ def problem_of(x: torch.Tensor, weight: torch.Tensor, stride=1, padding=0, dilat
     """The forward problem that dispatch sees; None where it leaves the call to aten."""
     if x.dim() == 3:
         x = x.unsqueeze(0)
-    return aten_arguments.problem_of(x, weight, stride, padding, dilation, groups)
+    return aten_arguments.problem_of(x, weight, (stride, padding, dilation, groups))
 
 
 def refusals(name: str, problem: ConvProblem, direction: Direction) -> set[str]:

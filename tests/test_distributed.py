@@ -16,7 +16,7 @@ from _parity import OTHER, assert_same, bound, favouring
 from torch import nn
 
 import convselect
-from convselect.eager import dispatch
+from convselect.eager import resolve
 from convselect.model import loaded
 from convselect.problem import conv_problem
 
@@ -113,7 +113,7 @@ def test_distributed_data_parallel(tmp_path):
             for how in ("converted", "enabled"):
                 with favouring("im2col_gemm"):
                     got, own = train(how, channels_last)
-                    assert any(e.choice.algorithm == "im2col_gemm" for e in dispatch.choices.entries.values())
+                    assert any(e.found.algorithm == "im2col_gemm" for e in resolve.choices.entries.values())
                 for w, g in zip(want, got, strict=True):
                     assert g.stride() == w.stride()
                     torch.testing.assert_close(g, w, rtol=1e-4, atol=1e-5)
@@ -174,7 +174,7 @@ def test_fully_sharded(tmp_path):
                 continue
             with favouring("im2col_gemm"):
                 got = train(shard, True)
-                assert any(e.choice.algorithm == "im2col_gemm" for e in dispatch.choices.entries.values())
+                assert any(e.found.algorithm == "im2col_gemm" for e in resolve.choices.entries.values())
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
             assert want[0] != want[2]
             print(name, "done")
@@ -194,7 +194,7 @@ def chosen():
     from convselect.problem import Direction, conv_problem
     problems = [conv_problem(n, c, h, h, c, k, k, padding=k // 2, direction=d)
                 for n in (1, 8) for c in (8, 64, 256) for h in (14, 56) for k in (1, 3, 5) for d in Direction]
-    return [dispatch.choice_for(p, convselect.settings.current()).algorithm for p in problems]
+    return [resolve.choice_for(p, convselect.settings.current()).algorithm for p in problems]
 
 def everyone(value):
     values = [None] * dist.get_world_size()
@@ -281,7 +281,7 @@ def test_a_given_model_is_kept_until_taken_back():
     finally:
         convselect.distributed.own_choices()
     assert loaded._given is None
-    assert not dispatch.choices.entries
+    assert not resolve.choices.entries
 
 
 # ---- worker processes and threads -------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 import convselect
 from convselect import NotApplicable, SelectedConv2d
-from convselect.eager import dispatch
+from convselect.eager.plan import plans
 
 # What an automatic choice takes in these tests: one algorithm that copies layouts, one that is no aten convolution.
 FAVOURITES = [None, OTHER, "im2col_gemm"]
@@ -496,7 +496,7 @@ def test_memory_is_not_kept():
     y = layer(x)
     y.sum().backward()
     watched = [weakref.ref(t) for t in (x, y, layer.weight, x.grad)]
-    assert len(dispatch.plans) == 1
+    assert len(plans) == 1
     del x, y, layer
     gc.collect()
     assert all(w() is None for w in watched)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from convselect.choice.choose import NATIVE, Choice, Prediction, refusal
+from convselect.choice.budgets import refusal
+from convselect.choice.choose import NATIVE, Choice, Prediction
 from convselect.kernels.pool import ALL
 from convselect.problem import ConvProblem
 from convselect.settings import Settings

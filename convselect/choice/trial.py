@@ -64,14 +64,14 @@ class Outcome:
         gain: its speed in times native's, the median over rounds; 1 for native.
         rounds: that it is based on.
         reason: one sentence.
-        hasty: whether it was ended for its cost, without a comparison to speak of.
+        cut_short: whether it was ended for its cost, without a comparison to speak of.
     """
 
     algorithm: str
     gain: float
     rounds: int
     reason: str
-    hasty: bool = False
+    cut_short: bool = False
 
 
 class Trial:
@@ -217,7 +217,7 @@ class Trial:
         if not self.live:
             self._settle(NATIVE, "no candidate was faster")
         elif native_us is not None and self._excess_us > ABANDON * native_us:
-            self._settle(NATIVE, "the candidates were predicted much too well", hasty=True)
+            self._settle(NATIVE, "the candidates were predicted much too well", cut_short=True)
         elif self._this_round:
             self._end_round()
 
@@ -278,9 +278,9 @@ class Trial:
                 leader = rival
         return leader
 
-    def _settle(self, name: str, reason: str, *, hasty: bool = False) -> None:
+    def _settle(self, name: str, reason: str, *, cut_short: bool = False) -> None:
         gain = 1.0 if name == NATIVE else math.exp(self.gain(name)[0])
-        self.outcome = Outcome(name, gain, len(self._rounds), reason, hasty)
+        self.outcome = Outcome(name, gain, len(self._rounds), reason, cut_short)
 
 
 def _middle(ascending: Sequence[float]) -> float:

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from convselect import settings, timing
-from convselect.choice.choose import NATIVE, refusal
+from convselect.choice.budgets import refusal
+from convselect.choice.choose import NATIVE
 from convselect.choice.reasons import times
-from convselect.eager import dispatch
+from convselect.eager import resolve
 from convselect.kernels._contract import Algorithm, NotApplicable, Params
 from convselect.kernels.pool import ALL, BY_NAME
 from convselect.machine.environment import run_environment
@@ -196,7 +197,7 @@ def bench(problem: ConvProblem, seconds: float = 2.0, *, only: Collection[str] |
     if problem.device != "cpu" and not torch.cuda.is_available():
         raise ValueError(f"there is no device {problem.device!r} here")
     used = settings.current()
-    choice = dispatch.choice_for(problem, used)
+    choice = resolve.choice_for(problem, used)
     predictor = loaded.get_for(problem)
     prediction = None if predictor is None else predictor.predict(problem)
     a, b = (t.to(problem.device) for t in measure.operands(problem))

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from convselect import settings, timing
-from convselect.choice.choose import is_disabled
+from convselect.choice.budgets import is_disabled
 from convselect.doctor import findings
 from convselect.eager import log
 from convselect.kernels import _library

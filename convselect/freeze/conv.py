@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from convselect.aten.arguments import problem_of
-from convselect.choice.choose import is_disabled
+from convselect.choice.budgets import is_disabled
 from convselect.freeze.capture import ConvChain
 from convselect.freeze.layer import (
     FORMATS,
@@ -73,7 +73,7 @@ class FrozenConv(FrozenLayer):
 
     def problem(self, x: Tensor) -> ConvProblem | None:
         conv = self.conv
-        return problem_of(x, self.weight, conv.stride, conv.padding, conv.dilation, conv.groups)
+        return problem_of(x, self.weight, (conv.stride, conv.padding, conv.dilation, conv.groups))
 
     def reference(self, x: Tensor, residual: Tensor | None) -> Tensor:
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32

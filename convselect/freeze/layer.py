@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from convselect.choice.choose import over_budget
+from convselect.choice.budgets import over_budget
 from convselect.kernels import _library, depthwise, direct
 from convselect.kernels._contract import Algorithm, Grade
 from convselect.kernels.pool import BY_NAME

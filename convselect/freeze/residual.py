@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from convselect.choice.choose import is_disabled
+from convselect.choice.budgets import is_disabled
 from convselect.freeze.capture import Step
 from convselect.freeze.conv import FrozenConv
 from convselect.freeze.layer import (

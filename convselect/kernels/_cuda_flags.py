@@ -41,6 +41,13 @@ def cudnn_enabled(value: bool) -> contextlib.AbstractContextManager[None]:
     return held(torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled, value)
 
 
+def state() -> tuple[bool, bool, bool, str]:
+    """(enabled, benchmark, deterministic, precision of float32 convolutions): what may change cuDNN's answer.
+    (`torch.backends.cudnn.allow_tf32` would raise if recurrent networks have another setting.)"""
+    cudnn = torch.backends.cudnn
+    return cudnn.enabled, cudnn.benchmark, cudnn.deterministic, torch._C._get_fp32_precision_getter("cuda", "conv")
+
+
 def deterministic() -> bool:
     """Whether cuDNN is told to be deterministic, whatever deterministic algorithms are in general."""
     return bool(torch._C._get_cudnn_deterministic())

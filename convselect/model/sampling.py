@@ -136,7 +136,9 @@ class _Recorder(TorchDispatchMode):
 
     def _note(self, x: Tensor, weight: Tensor, *geometry: Any, streamed: Mapping[Direction, Tensor]) -> None:
         stride, padding, dilation, transposed, _, groups = geometry
-        problem = None if transposed else problem_of(x, weight, tuple(stride), tuple(padding), tuple(dilation), groups)
+        problem = (
+            None if transposed else problem_of(x, weight, (tuple(stride), tuple(padding), tuple(dilation), groups))
+        )
         if problem is not None:
             self.problems += [
                 problem._replace(direction=direction, layout=layout_of(t)) for direction, t in streamed.items()

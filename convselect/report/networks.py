@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from convselect import settings, timing
+from convselect.aten.arguments import problems_of
 from convselect.choice.choose import NATIVE, PLAN_COST_US, Choice
 from convselect.convert import convert, revert
 from convselect.doctor.bench import Result, bench
-from convselect.eager import dispatch
-from convselect.eager.execution import eager_choice
-from convselect.eager.live_trial import OnTrial
+from convselect.eager import resolve
+from convselect.eager.live_trial import LiveTrial
+from convselect.eager.resolve import eager_choice
 from convselect.explain import explain_problem
 from convselect.kernels.pool import BY_NAME
 from convselect.layer import SelectedConv2d
@@ -241,7 +242,7 @@ def _posed(model: nn.Module, x: Tensor, training: bool) -> Posed:
     def hook(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         def record(layer: nn.Module, args: tuple[Any, ...]) -> None:
             if args and isinstance(layer, SelectedConv2d):
-                for problem in dispatch.problems_of(layer, args[0]):
+                for problem in problems_of(layer, args[0]):
                     calls = found.setdefault((problem, layer.policy), {})
                     calls[name] = calls.get(name, 0) + 1
 
@@ -289,7 +290,7 @@ def _on_trial(problem: ConvProblem, policy: str | None) -> bool:
         if current.policy != "verify":
             return False
         found = eager_choice(problem, current)
-        return isinstance(found, OnTrial) and found.choice is None
+        return isinstance(found, LiveTrial) and found.choice is None
 
 
 # ---- one layer --------------------------------------------------------------------------------------------------
@@ -306,7 +307,7 @@ def _layer(
     with settings.use(policy):
         (row,) = explain_problem(problem)
         current = settings.current()
-        choice = dispatch.choice_for(problem, current)
+        choice = resolve.choice_for(problem, current)
         result = None
         if seconds is not None:
             result = bench(problem, seconds, only=None if measure else {choice.algorithm})

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from convselect.choice.choose import NATIVE, refusal
+from convselect.choice.budgets import refusal
+from convselect.choice.choose import NATIVE
 from convselect.kernels._contract import Algorithm
 from convselect.kernels._space import Parameter, Space
 from convselect.kernels.pool import BY_NAME

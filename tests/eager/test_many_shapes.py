@@ -47,8 +47,8 @@ PROGRAM = textwrap.dedent("""
         for _ in range(4):
             sweep()
     print(json.dumps({
-        "rss": rss, "us": us, "asked": first, "again": len(asked) - first, "choices": len(execution.choices),
-        "plans": len(dispatch.plans),
+        "rss": rss, "us": us, "asked": first, "again": len(asked) - first, "choices": len(resolve.choices),
+        "plans": len(plans),
     }))
 """)
 
@@ -100,12 +100,12 @@ def test_what_a_shape_was_found_to_want_is_not_measured_again(tmp_path):
     program = PROGRAM.replace("range(1000)", "range(12)").replace("1, 8, h, w", "1, 8, h // 2, w // 2").replace(
         'print(json', """
     from convselect.measure import measure
-    before = [e.choice.source for e in execution.choices.entries.values()]
+    before = [e.found.source for e in resolve.choices.entries.values()]
     measure.measure_problem = None  # would fail
     convselect.clear()
     with torch.no_grad():
         sweep()
-    after = [e.choice.source for e in execution.choices.entries.values()]
+    after = [e.found.source for e in resolve.choices.entries.values()]
     print(json.dumps([before, after])); sys.exit()
     print(json""".replace("\n    ", "\n"),
     )  # fmt: skip

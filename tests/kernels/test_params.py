@@ -12,7 +12,7 @@ import torch
 from _memory import peak_extra_bytes
 
 from convselect import lru, settings
-from convselect.eager import dispatch
+from convselect.eager import resolve
 from convselect.kernels import _library
 from convselect.kernels._space import Space
 from convselect.kernels.pool import ALL, BY_NAME
@@ -194,7 +194,7 @@ def test_a_stored_program_keeps_within_the_memory_that_is_allowed(tmp_path):
                 )
                 process.remember(found)
                 lru.clear()
-                assert (dispatch.choice_for(problem, used).source == "store") == (source == "store")
+                assert (resolve.choice_for(problem, used).source == "store") == (source == "store")
     finally:
         process.configure(os.environ.get("CONVSELECT_STORE"))
         lru.clear()

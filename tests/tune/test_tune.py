@@ -289,7 +289,7 @@ for policy in ("auto", "verify", "measure"):
         y = convselect.conv2d(x, layer.weight, layer.bias, padding=1)
     assert torch.allclose(y, torch.conv2d(x, layer.weight, layer.bias, padding=1), atol=1e-5)
     settings = convselect.settings._changed(convselect.settings.current(), policy)
-    choice = convselect.eager.dispatch.choice_for(P, settings)
+    choice = convselect.eager.resolve.choice_for(P, settings)
     out.append([choice.algorithm, choice.source, choice.params and dict(choice.params), list(ran)])
 print(json.dumps(out))
 """
