@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def same_choices(group: ProcessGroup | None = None) -> None:
     """Make all ranks of a process group choose alike: rank 0 decides.
 
-    Ranks choose differently where their machines were calibrated differently or have other artifacts or defaults; then
+    Ranks choose differently if their machines were calibrated differently or have other artifacts or defaults; then
     they differ in the last digits and, what costs more, in how long a step takes. A choice follows from the problem,
     the settings and the model, so this sends rank 0's model and rank 0's defaults (`set_defaults`) to the others once,
     and forgets choices made before. What a rank times for itself would set it apart again: default policies that time
@@ -61,7 +61,7 @@ def same_choices(group: ProcessGroup | None = None) -> None:
         differing = sorted({key for other in abilities for key in other if other[key] != abilities[0][key]})
         warn_once(
             "ranks differ",
-            f"convselect: the ranks differ in {', '.join(differing)}; where that matters, so do their choices still.",
+            f"convselect: the ranks differ in {', '.join(differing)}; if that matters, so do their choices still.",
         )
 
 

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from convselect.aten.autograd import in_functorch
-from convselect.aten.strides import result_strides
+from convselect.aten.strides import in_functorch, result_strides
 from convselect.problem import (
     CHANNELS_LAST,
     CONTIGUOUS,
@@ -57,7 +56,7 @@ def problem_of(x: Tensor, weight: Tensor, geometry: Geometry) -> ConvProblem | N
         tf32 = fp32_precision("mkldnn", "conv") not in ("none", "ieee")
     else:
         tf32 = x.dtype == torch.float32 and fp32_precision("cuda", "conv") == "tf32"
-    # cuDNN's own flag asks for as much where cuDNN computes.
+    # If cuDNN computes, its own flag counts as well.
     settled = deterministic() or (x.is_cuda and torch.backends.cudnn.deterministic)
     N, C, H, W = x.shape
     return ConvProblem(

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch._functorch.utils import unwrap_dead_wrappers
 
+from convselect.aten.strides import in_functorch
+
 
 class ConvOps(Protocol):
     """A convolution geometry with chosen algorithms behind it; see `eager.plan.Plan`."""
@@ -37,11 +39,6 @@ class ConvOps(Protocol):
     def x_shape(self) -> tuple[int, int, int, int]: ...
     @property
     def weight_shape(self) -> tuple[int, int, int, int]: ...
-
-
-def in_functorch() -> bool:
-    """Inside torch.func transforms or batched gradients, where tensors must pass through `apply`."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 class _Function(torch.autograd.Function):

@@ -18,14 +18,14 @@ ASKED_FROM_BYTES = 16 * 2**20
 
 
 class Shortage(str):
-    """A refusal for want of free memory: the next one may be none."""
+    """A refusal because too little memory is free. That is usually temporary."""
 
     __slots__ = ()
 
 
 def refusal(algorithm: Algorithm, problem: ConvProblem, settings: Settings) -> str | None:
     """Why this algorithm may not be chosen automatically here: not applicable, disabled, not deterministic, too
-    imprecise, too much memory. A `Shortage` where only the memory that is free just now is too little."""
+    imprecise, too much memory. A `Shortage` if only the memory that is free just now is too little."""
     if not algorithm.automatic:
         return "it runs only when asked for by name"
     reason = algorithm.why_not(problem) or algorithm.same_as_native(problem)
@@ -33,7 +33,7 @@ def refusal(algorithm: Algorithm, problem: ConvProblem, settings: Settings) -> s
 
 
 def over_budget(algorithm: Algorithm, problem: ConvProblem, settings: Settings) -> str | None:
-    """Which budget does not admit this algorithm, that applies: as a sentence, None where all do. Native is always
+    """One sentence about the budget that does not admit an applicable algorithm; None if all admit it. Native is always
     admitted."""
     if algorithm.name == NATIVE:
         return None

@@ -4,7 +4,7 @@
 Every call returns a right result; only which algorithm computes it changes from call to call until the trial ends. A
 candidate's first result is compared with native's for the same operands, and native's is returned. The rules are
 `trial.Trial`'s; here is what running them on real calls needs: a clock that never waits (on a GPU, events that are read
-when they have passed), one timed call at a time, and no trial where the same call must give the same bits: in
+when they have passed), one timed call at a time, and no trial if the same call must give the same bits: in
 checkpointed code, gradient checks, CUDA graph capture. There native runs, untimed.
 """
 
@@ -49,7 +49,7 @@ class LiveTrial:
     """The trial of one problem on real calls; once it is settled, the watch over its choice if audits are asked for.
 
     Args:
-        provisional: what is chosen where no trial can be: in graphs, in deterministic mode.
+        provisional: what is chosen if no trial can be held: in graphs, in deterministic mode.
         candidates: for a trial; if empty, `provisional` is settled, and only watched.
         audit: once it is settled, one call in `audit` is timed against native; 0 for none.
         on_settled: called once with (choice, outcome, store_result), and again if an audit gives the choice up.
@@ -105,7 +105,7 @@ class LiveTrial:
 
     @property
     def current(self) -> Choice:
-        """What it was settled on, or what is chosen where no trial can be."""
+        """What it was settled on, or what is chosen if no trial can be held."""
         return self.choice or self.provisional
 
     def params_of(self, name: str) -> Mapping[str, Any] | None:

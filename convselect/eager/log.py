@@ -24,6 +24,7 @@ from convselect.warnings import warn_once
 LEVELS = {"info": logging.INFO, "1": logging.INFO, "debug": logging.DEBUG}
 OFF = ("", "0", "off")
 logger = logging.getLogger("convselect")
+INFO = logging.INFO
 
 
 class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
@@ -75,9 +76,7 @@ def install(value: str) -> logging.Handler | None:
 
 
 def chosen(problem: ConvProblem, choice: Choice, settings: Settings, prediction: Prediction | None) -> None:
-    """A choice was made under these settings, by or beside this prediction. If nobody listens, this costs a look-up."""
-    if not logger.isEnabledFor(logging.INFO):
-        return
+    """A choice was made under these settings, by or beside this prediction. Ask `logger.isEnabledFor(INFO)` first."""
     gain = "" if choice.predicted_gain is None else f", gain {choice.predicted_gain:.2f}"
     params = "".join(f" {name}={value}" for name, value in (choice.params or {}).items())
     logger.info("%s%s from %s%s: %s", choice.algorithm, params, choice.source, gain, reproduce(problem, settings))

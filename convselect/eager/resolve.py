@@ -54,7 +54,8 @@ def eager_choice(problem: ConvProblem, settings: Settings) -> Found:
         return found
     if found.source not in ("measure", "store"):
         found = measured.measured(problem, settings) or found
-        log.chosen(problem, found, settings, None)
+        if log.logger.isEnabledFor(log.INFO):
+            log.chosen(problem, found, settings, None)
     if found.source in ("measure", "store"):
         choices.put((problem, settings), _Chosen(found))
     return found
@@ -79,7 +80,7 @@ def _resolve(problem: ConvProblem, settings: Settings) -> Found:
     choice = choose(problem, BY_NAME, settings, store=stored, predictor=predictor)
     if per_image:
         choice = replace(choice, per_image=settings)
-    if settings.policy != "measure" or choice.source == "store":
+    if log.logger.isEnabledFor(log.INFO) and (settings.policy != "measure" or choice.source == "store"):
         log.chosen(problem, choice, settings, predictor.said)
     found = _on_trial(problem, settings, choice, predictor.said) or choice
     raced = choices.entries.get(key)

@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 from torch.nn.modules import module as _nn_module
 
 from convselect import settings as _settings
-from convselect.aten.autograd import in_functorch
+from convselect.aten.strides import in_functorch
 from convselect.freeze.capture import Traced, Untraceable, has_hooks, required_arguments, trace, why_not_frozen
 from convselect.freeze.plan import CHANNELS_LAST, CONTIGUOUS, Plan, Program, make_plan
 from convselect.freeze.watch import Watch

@@ -7,11 +7,11 @@
 input is (N, C, H, W), weight (K, C / groups, R, S), y and grad_output (N, K, P, Q), bias (K,); `padding` is per side
 (top, bottom, left, right). `algorithm` names what runs; "" leaves the choice to the run. `conv2d` also carries the
 names for its two backward directions. `settings` are policy and budgets as `str(settings)` writes them; "" means those
-in force when the operator runs. An algorithm that is named but fails, or does not apply where the graph runs, is
-one warning and a native result, unless the policy names it: then its error is raised.
+in force when the operator runs. An algorithm that is named but fails, or does not apply on the machine that runs the
+graph, is one warning and a native result, unless the policy names it: then its error is raised.
 
 Results have aten's strides, and so have the fakes. The operators are closed under differentiation (see `_autograd`);
-where a direction is native, autograd emits aten's own operator instead of ours. They are registered through
+if a direction is native, autograd emits aten's own operator instead of ours. They are registered through
 `torch.library.Library` because `torch.library.custom_op` costs several times as much per call.
 
 FLOP formulas are registered once `torch.utils.flop_counter` is loaded, as compiling and exporting do: importing it here

@@ -1,8 +1,8 @@
 """Choice at trace time: what a call becomes in the graph that torch.compile or torch.export makes of it.
 
 Sizes and strides are numbers while a graph with static shapes is traced, so the choice is made there and then, for the
-forward and both backward directions; the graph holds aten's own convolution where all of them are native, and the
-operator of `ops` with the names chosen where one is not. A symbolic size stands for sizes to come: then the sizes at
+forward and both backward directions; the graph holds aten's own convolution if all of them are native, and the
+operator of `ops` with the names chosen if one is not. A symbolic size stands for sizes to come: then the sizes at
 hand decide between aten's convolution and the operator that chooses when it runs.
 
 Dynamo calls `_look` and `_verdict` while it traces and compiles neither. This module is imported by the first trace,
@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from convselect import settings as _settings
 from convselect.aten.arguments import Geometry, autocast_dtype, cast_like_autocast, problem_of, valid, y_layout
-from convselect.aten.autograd import in_functorch
+from convselect.aten.strides import in_functorch
 from convselect.choice.choose import NATIVE
 from convselect.eager.resolve import choice_for
 from convselect.graph import ops
@@ -166,7 +166,7 @@ def _left_to_pytorch(settings: _settings.Settings, what: str) -> Verdict:
 
 
 def _numbers(t: Any) -> tuple[list[int], list[int], bool] | None:
-    """(sizes, strides, whether any is symbolic), with the numbers at hand for symbolic ones; None where there are
+    """(sizes, strides, whether any is symbolic), with the numbers at hand for symbolic ones; None if there are
     none."""
     numbers: list[int] = []
     symbolic = False
