@@ -28,7 +28,7 @@ from convselect.machine.environment import choice_environment, cpu_fingerprint
 from convselect.store import file
 from convselect.store import process as store_process
 from convselect.store.choices import Choices
-from convselect.store.store import SCHEMA_VERSION, Decision, NewerStoreError, Store
+from convselect.store.store import SCHEMA_VERSION, Decision, Store, StoreVersionError
 
 BUDGETS = "native 8B"
 
@@ -96,8 +96,8 @@ def test_a_choice_is_there_at_once_and_in_the_next_process(path):
 
 def test_choices_are_written_together(path, monkeypatch):
     calls = []
-    whole = Choices.decide
-    monkeypatch.setattr(Choices, "decide", lambda self, *a, **k: calls.append(len(a[1])) or whole(self, *a, **k))
+    whole = Choices.put_choices
+    monkeypatch.setattr(Choices, "put_choices", lambda self, *a, **k: calls.append(len(a[1])) or whole(self, *a, **k))
     for i in range(2 * store_process.QUEUE + 3):
         store_process.remember(decided(i))
     assert calls == [store_process.QUEUE] * 2
@@ -140,7 +140,7 @@ def test_a_choice_of_another_machine_is_not_found(path, monkeypatch):
         if what == "torch":
             monkeypatch.setattr(torch, "__version__", "0.0")
         else:
-            monkeypatch.setattr(timing, "cpu_model", lambda: "another")
+            monkeypatch.setattr(machine_environment, "cpu_model", lambda: "another")
         again(path)
         assert store_process.look_up(numbered(0), BUDGETS) is None
         monkeypatch.undo()
@@ -336,14 +336,6 @@ def foreign(path):
     db.close()
 
 
-def newer(path):
-    filled(path)
-    store_process._process.close()
-    db = sqlite3.connect(path)
-    db.execute(f"pragma user_version = {SCHEMA_VERSION + 1}")
-    db.close()
-
-
 def noise(path):
     path.write_bytes(random.Random(1).randbytes(20_000))
 
@@ -375,17 +367,22 @@ def test_a_file_that_is_no_store_is_kept_aside_and_a_new_one_begun(spoil, path):
     assert store_process.status()["healthy"]
 
 
-def test_a_newer_file_is_left_where_it_is(path):
-    newer(path)
+@pytest.mark.parametrize("version", [SCHEMA_VERSION - 1, SCHEMA_VERSION + 1])
+def test_a_file_of_another_version_is_left_where_it_is(version, path):
+    filled(path)
+    store_process._process.close()
+    db = sqlite3.connect(path)
+    db.execute(f"pragma user_version = {version}")
+    db.close()
     before = path.read_bytes()
     again(path)
     with Saying() as warned:
         assert use() == [None] * 5
     assert len(warned.said) == 1
-    assert f"version {SCHEMA_VERSION + 1}" in warned.said[0]
+    assert f"version {version}" in warned.said[0]
     assert path.read_bytes() == before
     assert kept_aside(path) == []
-    with pytest.raises(NewerStoreError):
+    with pytest.raises(StoreVersionError):
         Store(path)
 
 
@@ -584,7 +581,8 @@ def test_a_folder_or_file_that_may_only_be_read(what, path):
             os.chmod(parent, parent.stat().st_mode | 0o011)
     out = in_a_process(
         """
-        import convselect.store.store, convselect.kernels, convselect.machine.environment
+        import convselect.store.choices
+        from convselect.machine.environment import choice_environment
         choice_environment("cpu")
         if os.geteuid() == 0:
             os.setgid(65534), os.setuid(65534)
@@ -711,7 +709,7 @@ def test_a_fork_in_the_middle_of_a_look_up_leaves_the_child_without_a_store(path
 def test_a_handler_that_comes_in_the_middle_of_a_write_finds_memory_only(path, monkeypatch):
     filled(path)
     again(path)
-    whole, found = Choices.decide, []
+    whole, found = Choices.put_choices, []
 
     def interrupted(self, *arguments, **options):
         with self.writing():  # a second transaction would fail
@@ -721,7 +719,7 @@ def test_a_handler_that_comes_in_the_middle_of_a_write_finds_memory_only(path, m
             store_process.flush()
         return whole(self, *arguments, **options)
 
-    monkeypatch.setattr(Choices, "decide", interrupted)
+    monkeypatch.setattr(Choices, "put_choices", interrupted)
     store_process.remember(decided(60))
     store_process.flush()
     assert found == [decided(60), None]

@@ -38,7 +38,7 @@ def operate(store, here, worker, operation, last):
     choice = random.Random(1_000_003 * worker + operation)
     slot, kind = choice.randrange(200), choice.random()
     if kind < 0.4:  # several choices that belong together
-        store.decide(here, [
+        store.put_choices(here, [
             Decision(problem_of(worker, slot, i), "b", "fft", {"operation": operation}, "verify", 1.0, 1, operation)
             for i in range(BATCH)
         ])  # fmt: skip
