@@ -32,9 +32,6 @@ descriptions: dict[str, dict[str, Any]] = {}
 """Fingerprint -> description, of all environments that `choice_environment` was asked for."""
 
 
-# ---- where choices hold -----------------------------------------------------------------------------------------
-
-
 def fingerprint(description: Mapping[str, Any]) -> str:
     """16 hex digits of the SHA-256 over all of a description that must be equal for times to be compared."""
     kept = {key: value for key, value in description.items() if key not in _VARYING}
@@ -111,9 +108,6 @@ def _gpu() -> dict[str, Any]:
     }
 
 
-# ---- where measurements were made -------------------------------------------------------------------------------
-
-
 def run_environment() -> dict[str, object]:
     """Where a measurement is made: everything known to change its result. Values have types of JSON."""
     return {
@@ -155,9 +149,6 @@ def _onednn_version() -> str | None:
         return None
     found = re.search(r"(?:MKL-DNN|oneDNN) v?([\d.]+\d)", torch.__config__.show())
     return found.group(1) if found else "unknown"
-
-
-# ---- files ------------------------------------------------------------------------------------------------------
 
 
 def user_cache() -> Path:

@@ -13,7 +13,6 @@ import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,9 +28,6 @@ ERROR_BOUNDS = {"float64": 1e-11, "float32": 2e-4, "float16": 5e-3, "bfloat16": 
 _WARM_ROUNDS, _ROUNDS, _SLOW_ROUNDS = 2, 9, 7
 _SLOW_US = 5_000.0
 _DROP_FACTOR = 2.5
-
-
-# ---- measuring --------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -109,11 +105,10 @@ def measure_problem(
     for algorithm in pool:
         row = Row(model, problem, algorithm.name, algorithm.revision, status[algorithm.name], repeat=repeat)
         if algorithm.name in samples:
-            wall, thread = samples[algorithm.name]
-            clock, label = ("wall", wall) if problem.threads > 1 else ("thread", thread)
-            median, p20, p80 = (float(np.percentile(label, percent)) for percent in (50, 20, 80))
-            row = row._replace(clock=clock, min_us=min(label), median_us=median, p20_us=p20, p80_us=p80)
-            row = row._replace(wall_us=float(np.median(wall)), rounds=len(label))
+            wall = samples[algorithm.name]
+            clock, t = ("wall", wall) if problem.threads > 1 else ("thread", wall.on_thread_clock)
+            row = row._replace(clock=clock, min_us=t.min_us, median_us=t.median_us, p20_us=t.p20_us, p80_us=t.p80_us)
+            row = row._replace(wall_us=wall.median_us, rounds=len(wall.samples_us))
         rows.append(row)
     return rows
 
@@ -153,14 +148,13 @@ def check(algorithm: Algorithm, a: Tensor, b: Tensor, problem: ConvProblem, want
 
 def _timed(
     calls: Mapping[str, Callable[[], object]], seed: int, deadline_s: float, status: dict[str, str], *, wall: bool
-) -> dict[str, tuple[tuple[float, ...], tuple[float, ...]]]:
-    """name -> (wall, thread) samples in us; those dropped after the warm rounds become "censored" in `status`."""
+) -> dict[str, timing.Timing]:
+    """name -> its samples; those dropped after the warm rounds become "censored" in `status`."""
     if not calls:
         return {}
     deadline = timing.Deadline(deadline_s)
-    first = timing.interleaved(calls, _WARM_ROUNDS, seed=seed)
-    samples = {name: (t.samples_us, t.thread_us) for name, t in first.items()}
-    best = {name: min(pair[0 if wall else 1]) for name, pair in samples.items()}
+    samples = timing.interleaved(calls, _WARM_ROUNDS, seed=seed)
+    best = {name: (t if wall else t.on_thread_clock).min_us for name, t in samples.items()}
     fastest = min(best.values())
     kept = {name: call for name, call in calls.items() if name == NATIVE or best[name] <= _DROP_FACTOR * fastest}
     for name in calls.keys() - kept.keys():
@@ -170,6 +164,6 @@ def _timed(
     if len(kept) > 1 and not deadline.passed:
         rest = timing.interleaved(kept, rounds, seed=seed + 1, deadline_s=deadline.remaining_s)
         for name, t in rest.items():
-            wall_us, thread_us = samples[name]
-            samples[name] = (wall_us + t.samples_us, thread_us + t.thread_us)
+            warm = samples[name]
+            samples[name] = timing.Timing(warm.samples_us + t.samples_us, warm.thread_us + t.thread_us)
     return samples

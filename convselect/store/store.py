@@ -20,10 +20,8 @@ from pathlib import Path
 
 from convselect.measure.rows import MACHINE, TIMES, Row, environment_path, write_rows
 from convselect.problem import ConvProblem
-from convselect.store.choices import Choices, Decision, Stored
+from convselect.store.choices import Choices, Decision
 from convselect.store.file import (
-    APPLICATION_ID,
-    BUSY_S,
     SCHEMA_VERSION,
     BusyStoreError,
     DamagedStoreError,
@@ -32,6 +30,15 @@ from convselect.store.file import (
     is_store,
     now,
 )
+
+__all__ = [
+    "SCHEMA_VERSION", "BusyStoreError", "DamagedStoreError", "Decision", "Store", "StoreError", "StoreVersionError",
+    "export", "is_store", "pool_fingerprint",
+]  # fmt: skip
+
+_INTO_PROBLEM = "insert or ignore into problem (text) values (?)"
+_INTO_MEASUREMENT = f"into measurement values (?, (select id from problem where text = ?){', ?' * 15})"
+_INTO_SENTINEL = "insert or replace into sentinel values (?, ?, ?, ?)"
 
 
 class Store(Choices):
@@ -56,11 +63,10 @@ class Store(Choices):
         with self.writing():
             for row in rows:
                 text = str(row.problem)
-                self._db.execute("insert or ignore into problem (text) values (?)", (text,))
+                self._db.execute(_INTO_PROBLEM, (text,))
                 times = [None if value != value else value for value in (getattr(row, name) for name in TIMES)]
                 self._db.execute(
-                    "insert or replace into measurement values "
-                    "(?, (select id from problem where text = ?), ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                    f"insert or replace {_INTO_MEASUREMENT}",
                     (environment, text, row.algorithm, row.revision, row.repeat, pool, block, row.model, row.status,
                      row.clock, *times, row.rounds, time),
                 )  # fmt: skip
@@ -68,9 +74,7 @@ class Store(Choices):
     def add_sentinel(self, environment: int, block: int, before_us: float, after_us: float) -> None:
         """Write the fixed problem's time before and after a block."""
         with self.writing():
-            self._db.execute(
-                "insert or replace into sentinel values (?, ?, ?, ?)", (environment, block, before_us, after_us)
-            )
+            self._db.execute(_INTO_SENTINEL, (environment, block, before_us, after_us))
 
     def drift(self, environment: int) -> dict[int, float]:
         """Block -> by how much the sentinel's time changed across it, as a ratio of at least 1."""
@@ -104,11 +108,11 @@ class Store(Choices):
         Args:
             max_drift: leave out blocks across which the sentinel moved by more than this ratio.
         """
-        condition, values = ("", ()) if environment is None else ("where m.environment = ?", (environment,))
+        condition, values = ("", ()) if environment is None else ("where environment = ?", (environment,))
         found = self._db.execute(
-            "select p.text, m.model, m.algorithm, m.revision, m.status, m.clock, m.min_us, m.median_us, m.p20_us, "
-            "m.p80_us, m.wall_us, m.rounds, m.repeat, m.environment, m.block from measurement m "
-            f"join problem p on p.id = m.problem {condition} order by m.environment, m.problem, m.repeat, m.algorithm",
+            f"select text, model, algorithm, revision, status, clock, {', '.join(TIMES)}, rounds, repeat, environment, "
+            f"block from measurement join problem on problem.id = problem {condition} "
+            "order by environment, problem, repeat, algorithm",
             values,
         ).fetchall()
         drifting: set[tuple[int, int]] = set()
@@ -135,12 +139,9 @@ class Store(Choices):
         Returns:
             How many were entered, and how many existed.
         """
-        columns = (
-            "text, algorithm, revision, repeat, pool, block, model, status, clock, min_us, median_us, p20_us, p80_us"
-        )
         rows = other._db.execute(
-            f"select {columns}, wall_us, rounds from measurement join problem on problem.id = problem "
-            "where environment = ?",
+            f"select text, algorithm, revision, repeat, pool, block, model, status, clock, {', '.join(TIMES)}, rounds "
+            "from measurement join problem on problem.id = problem where environment = ?",
             (theirs,),
         ).fetchall()
         sentinels = other._db.execute(
@@ -149,19 +150,16 @@ class Store(Choices):
         first, time, blocks, added = self.next_block(ours), now(), set(), 0
         with self.writing():
             for text, algorithm, revision, repeat, pool, block, *rest in rows:
-                self._db.execute("insert or ignore into problem (text) values (?)", (text,))
+                self._db.execute(_INTO_PROBLEM, (text,))
                 entered = self._db.execute(
-                    "insert or ignore into measurement values "
-                    "(?, (select id from problem where text = ?), ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                    f"insert or ignore {_INTO_MEASUREMENT}",
                     (ours, text, algorithm, revision, repeat, pool, first + block, *rest, time),
                 ).rowcount
                 added += entered
                 if entered:
                     blocks.add(block)
-            self._db.executemany(
-                "insert or replace into sentinel values (?, ?, ?, ?)",
-                [(ours, first + block, *times) for block, *times in sentinels if block in blocks],
-            )
+            kept = [(ours, first + block, *times) for block, *times in sentinels if block in blocks]
+            self._db.executemany(_INTO_SENTINEL, kept)
         return added, len(rows) - added
 
 
@@ -201,20 +199,3 @@ def pool_fingerprint(revisions: Mapping[str, int]) -> str:
     """A short text that identifies a pool by its algorithms' names and revisions."""
     text = ",".join(f"{name}:{revision}" for name, revision in sorted(revisions.items()))
     return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-__all__ = [
-    "APPLICATION_ID",
-    "BUSY_S",
-    "SCHEMA_VERSION",
-    "BusyStoreError",
-    "DamagedStoreError",
-    "Decision",
-    "Store",
-    "StoreError",
-    "StoreVersionError",
-    "Stored",
-    "export",
-    "is_store",
-    "pool_fingerprint",
-]
