@@ -170,7 +170,7 @@ class _Process:
         self.pid, self.inside = os.getpid(), 0
         self._keep_waiting_in_memory()
         if self.store is not None or self.system is not None:
-            # Forked in the middle of a look-up, or by code that told nobody.
+            # Forked in the middle of a look-up, or by code that bypasses the hooks of `os.fork`.
             for store in (self.store, self.system):
                 if store is not None:
                     abandon(store._db)
@@ -331,7 +331,7 @@ def flush() -> None:
 
 
 def configure(path: str | Path | None = None) -> None:
-    """Keep choices in this file from now on; "off": nowhere; None: where the environment says, by default the user's
+    """Keep choices in this file from now on; "off": in no file; None: as the environment says, by default in the user's
     cache directory. Choices not yet written go to the file that was in use."""
     global _process
     flush()

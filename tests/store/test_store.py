@@ -1,4 +1,4 @@
-"""The store: what goes in comes out, whole problems or nothing, whoever writes, whatever the file was before."""
+"""The store: rows come back as they went in, whole problems or nothing, with several writers, on any file."""
 
 from __future__ import annotations
 

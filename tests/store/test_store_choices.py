@@ -1,4 +1,4 @@
-"""Choices in a store: what goes in comes out, unchanged or not at all; bounded; files of other versions."""
+"""Choices in a store: they come back unchanged or not at all; bounds; files of other versions, other disks."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_reading_writes_once_a_day_at_most(path, monkeypatch):
 
 
 def stamped(store, here, count, monkeypatch):
-    """Choices, each used a second after the one before it."""
+    """Enter choices, each used a second after the previous one."""
     for i in range(count):
         time = datetime.datetime(2030, 1, 1) + datetime.timedelta(seconds=i)
         monkeypatch.setattr(choices, "now", lambda time=time: time.isoformat())
@@ -162,7 +162,7 @@ def test_a_bound_in_bytes_makes_the_file_smaller(path, monkeypatch):
         store.prune(size_bytes=300_000)
         assert 100_000 < store.used_bytes <= 300_000
         assert store.counts()[0] > 300
-    assert path.stat().st_size <= 400_000  # what the log held has come back
+    assert path.stat().st_size <= 400_000  # the log has been truncated
 
 
 def test_what_is_read_only_is_only_read(path):

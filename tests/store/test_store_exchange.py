@@ -1,4 +1,4 @@
-"""Choices and measurements carried from store to store; what a check finds."""
+"""Choices and measurements from store to store; what `verify` finds."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def empty(tmp_path):
 
 
 def comparable(store, **changes):
-    """As `contents`, with parameters as text: dictionaries are not hashable."""
+    """A store's choices, as text: dictionaries are not hashable."""
     return {
         (store.fingerprints()[number], str(decision._replace(**changes)), made)
         for number, decision, made, _ in store.decisions()
