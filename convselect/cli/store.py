@@ -262,7 +262,7 @@ def import_(
     from convselect.store import exchange
     from convselect.store import find_db as store_find_db
     from convselect.store.process import ROWS
-    from convselect.store.store import is_store, pool_mark
+    from convselect.store.store import is_store, pool_fingerprint
 
     told: list[dict[str, Any]] = []
     with _failing("import"):
@@ -283,7 +283,7 @@ def import_(
                 found = store_find_db.read(file)
                 if found.rows:
                     number = store.environment(found.environment)
-                    pool = pool_mark({row.algorithm: row.revision for row in found.rows})
+                    pool = pool_fingerprint({row.algorithm: row.revision for row in found.rows})
                     store.add(number, found.rows, pool=pool)
                 told.append(
                     {

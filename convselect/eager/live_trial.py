@@ -302,7 +302,7 @@ class LiveTrial:
 
 def keep(problem: ConvProblem, settings: Settings, choice: Choice, samples: int) -> None:
     """Let later processes know what was found out."""
-    from convselect.store.store import Decision
+    from convselect.store.choices import Decision
 
     revision = BY_NAME[choice.algorithm].revision
     process.remember(

@@ -24,7 +24,7 @@ from convselect.machine.environment import run_environment
 from convselect.measure.measure import measure_problem, operands, threads
 from convselect.measure.rows import NATIVE, Row
 from convselect.problem import ConvProblem, conv_problem
-from convselect.store.store import Store, pool_mark
+from convselect.store.store import Store, pool_fingerprint
 
 BLOCK = 50
 """Problems between two sentinels."""
@@ -128,7 +128,7 @@ def collect(
     """
     runner = runner or in_this_process(algorithms)
     number = store.environment(description if description is not None else environment())
-    pool = pool_mark({a.name: a.revision for a in algorithms if a.automatic and device in a.devices})
+    pool = pool_fingerprint({a.name: a.revision for a in algorithms if a.automatic and device in a.devices})
     done = store.measured(number, pool)
     report = Report()
     whole = timing.Deadline(None if minutes is None else 60 * minutes, clock=clock)

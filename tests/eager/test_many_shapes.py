@@ -1,8 +1,8 @@
-"""A thousand shapes in one process, as detectors and image servers meet them: memory stays bounded, a new shape costs
-the same at the end as at the beginning, and nothing is measured or asked twice.
+"""A thousand shapes in one process, as in detectors and image servers: memory stays bounded, a new shape costs the same
+at the end as at the beginning, and no problem is measured or predicted twice.
 
-`torch.backends.cudnn.benchmark` times its algorithms anew for each of them, and its cache grows for as long as the
-process lives.
+`torch.backends.cudnn.benchmark` times its algorithms again for each shape, and its cache grows as long as the process
+lives.
 """
 
 from __future__ import annotations
@@ -77,13 +77,13 @@ def test_a_thousand_shapes(policy, native, tmp_path):
     assert ours["again"] == 0
     assert ours["asked"] in (0, 1000)  # 0: a machine without a model
     assert ours["choices"] <= 1000
-    # oneDNN keeps things per shape as well: what counts is what comes on top.
+    # oneDNN keeps memory per shape as well: only what comes on top counts.
     growth = (ours["rss"][9] - ours["rss"][0]) - (native["rss"][9] - native["rss"][0])
     assert growth < 16 * 2**20
-    # While trials go on, algorithms are met for the first time; once they have ended nothing grows.
+    # During trials algorithms run for the first time; once they have ended, nothing grows.
     last = (ours["rss"][-1] - ours["rss"][-11]) - (native["rss"][-1] - native["rss"][-11])
     assert last < 4 * 2**20
-    # The last hundred new shapes against a hundred early ones, and what one costs beyond native's own first call.
+    # The last hundred new shapes against a hundred early ones, and the cost of one beyond native's own first call.
     early, late = middle(ours["us"][100:200]), middle(ours["us"][900:1000])
     assert late < 2 * early + 50
     assert middle(ours["us"][:1000]) - middle(native["us"][:1000]) < 2000
