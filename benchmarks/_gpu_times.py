@@ -1,7 +1,7 @@
 """Times of every applicable algorithm on one problem of a GPU, as the rows that the collector writes.
 
 As `convselect.measure.measure` does on a CPU: each result is compared with float64 first, wrong ones are recorded and
-never timed, those hopelessly behind after the first rounds are dropped. The clock is the GPU's (`timing.on_device`).
+never timed, those hopelessly behind after the first rounds are dropped. The clock is the GPU's (`_gpu_clock`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks._gpu_clock import on_device
 from benchmarks._gpu_device import Device, precision_of, reference, relative_error, rotating
-from convselect import timing
 from convselect.kernels._contract import Algorithm
 from convselect.kernels.pool import ALL, BY_NAME
 from convselect.kernels.triton.launch import Launch, TritonAlgorithm, interpreting
@@ -126,7 +126,7 @@ def _timed(
     """name -> samples in us; marks what is dropped after the first rounds as censored."""
     if not calls:
         return {}
-    time = functools.partial(timing.on_device, events=device.events, clock=device.clock)
+    time = functools.partial(on_device, events=device.events, clock=device.clock)
     first = time(calls, WARM_ROUNDS, seed=seed)
     best = {name: t.min_us for name, t in first.items()}
     fastest = min(best.values())

@@ -23,16 +23,16 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from benchmarks._quality import Quality, quality
+from benchmarks._recorded import Recorded, Replay, read_recorded, replayed, write_recorded
 from convselect import timing
 from convselect.choice.choose import NATIVE
 from convselect.machine.environment import run_environment
-from convselect.tune.cost_model import CostModel, Quality, quality, throughput
+from convselect.tune.cost_model import CostModel, throughput
 from convselect.tune.programs import Program, Programs
-from convselect.tune.records import Recorded, read_recorded, write_recorded
-from convselect.tune.runner import Replay
 from convselect.tune.scheduler import Objective
 from convselect.tune.search import Search
-from convselect.tune.tuning import Tuning, problems_of, replayed
+from convselect.tune.tuning import Tuning, problems_of
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 TOP = 30

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks import _recorded
 from benchmarks.predicted_parameters.artifact import NetworkCard, ParameterCard, finite, parameter_path, save
 from benchmarks.predicted_parameters.figures import compared, figures, held_out
 from benchmarks.predicted_parameters.sequence import Recipe, export, train
@@ -160,13 +161,13 @@ def _times(path: Path) -> list[tuple[ConvProblem, dict[Program, float]]]:
             (problem, {p: m.time_us for p, m in of.items() if m.time_us is not None})
             for problem, of in measured.items()
         ]
-    beside = records.beside(path)
-    then = json.loads(beside.read_text()).get("revisions", {}) if beside.exists() else {}
+    about = _recorded.beside(path)
+    then = json.loads(about.read_text()).get("revisions", {}) if about.exists() else {}
     # Times of an algorithm that has changed since no longer hold.
     changed = {name for name, revision in then.items() if revisions.get(name) != revision}
     return [
         (one.problem, {p: t for p, t in one.times_us.items() if p.algorithm not in changed})
-        for one in records.read_recorded(path)
+        for one in _recorded.read_recorded(path)
     ]
 
 

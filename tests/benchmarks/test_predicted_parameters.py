@@ -13,6 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from benchmarks._recorded import Recorded, write_recorded
 from benchmarks.predicted_parameters.__main__ import app
 from benchmarks.predicted_parameters.artifact import (
     HERE,
@@ -52,7 +53,7 @@ from convselect.kernels.pool import BY_NAME
 from convselect.model.inference import ArtifactError
 from convselect.problem import conv_problem
 from convselect.tune.programs import Program
-from convselect.tune.records import Measured, Recorded, write_recorded
+from convselect.tune.records import Measured
 
 P = conv_problem(1, 16, 14, 14, 16, 3, 3, padding=1)
 QUICK = Recipe(width=12, encoder=12, steps=150, learning_rate=4e-3)
