@@ -52,7 +52,7 @@ CANDIDATES = (
 
 
 def example(pool: Sequence[TritonAlgorithm], device: Device) -> tuple[TritonAlgorithm, ConvProblem] | None:
-    """A Triton algorithm and a small layer for it; None where no algorithm applies."""
+    """A Triton algorithm and a small layer for it; None if no algorithm applies."""
     for problem in reversed(CANDIDATES) if device.dry else CANDIDATES:
         p = problem._replace(device=device.kind, layout=CHANNELS_LAST, weight_layout=CHANNELS_LAST)
         for algorithm in pool:

@@ -15,7 +15,7 @@ from _toy_space import Toy, problems, programs, time_us
 from typer.testing import CliRunner
 
 from convselect.choice.choose import NATIVE
-from convselect.cli.main import main
+from convselect.cli import main
 from convselect.kernels._contract import Algorithm, Grade
 from convselect.kernels._space import Parameter, Space
 from convselect.kernels.pool import BY_NAME
