@@ -1,5 +1,5 @@
-"""Compiling many launches at once, in processes that see no GPU: what they compile lies in Triton's cache on disk,
-where the measuring process finds it."""
+"""Compile many launches in parallel, in processes that see no GPU. Results are in Triton's cache on disk, where the
+measuring process finds them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from convselect.kernels.triton.launch import Launch, TritonAlgorithm
 from convselect.problem import ConvProblem
 
 ATTEMPTS = 3
-"""A launch on which the compiler crashes ends the pool; so many pools are made."""
+"""Number of process pools to try: a launch on which the compiler crashes ends its pool."""
 
 
 def algorithms() -> list[TritonAlgorithm]:
@@ -23,8 +23,8 @@ def algorithms() -> list[TritonAlgorithm]:
 
 
 def launches_of(problems: Iterable[ConvProblem], pool: Iterable[TritonAlgorithm]) -> Iterator[Launch]:
-    """Of every algorithm that applies, with its first configuration; those that cannot be made are for the measurement
-    to report."""
+    """Launches of every applicable algorithm with its first configuration. Those that cannot be made are skipped: the
+    measurement reports them."""
     pool = list(pool)
     for problem in problems:
         for algorithm in pool:

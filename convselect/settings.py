@@ -157,10 +157,7 @@ def _names(disabled: str | Iterable[str]) -> tuple[str, ...]:
 def _from_environment() -> Settings:
     read = os.environ.get
     workspace = read("CONVSELECT_WORKSPACE")
-    # The older name, bytes only, is understood as well.
     size, share = parse_workspace(workspace) if workspace else (DEFAULT_WORKSPACE_BYTES, 1.0)
-    if not workspace and (older := read("CONVSELECT_WORKSPACE_BYTES")):
-        size = int(older)
     return _intern(
         read("CONVSELECT_POLICY", "verify"),
         read("CONVSELECT_PRECISION", "native"),

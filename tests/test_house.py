@@ -65,7 +65,6 @@ def test_importing_is_light():
         "heavy = {'triton', 'sklearn', 'matplotlib', 'scipy', 'pandas', 'typer', 'rich', 'lightgbm',"
         " 'sqlite3', 'platformdirs', 'convselect.store.store',"
         " 'torch.utils.cpp_extension', 'torch._inductor', 'convselect.model.train', 'convselect.model.inference',"
-        " 'convselect.model.parameters', 'convselect.model.sequence',"
         " 'convselect.tune', 'convselect.report', 'jinja2'}; "
         "print(sorted(heavy & set(sys.modules)))"
     )

@@ -52,12 +52,11 @@ def _app() -> "typer.Typer":
     )
     fail = typer.Exit(2)
     from convselect.cli import model as cli_model
-    from convselect.cli import params, report, store, tools, tune
+    from convselect.cli import report, store, tools, tune
 
     cli_model.register(app)
     tools.register(app)
     tune.register(app)
-    params.register(app)
     report.register(app)
     app.add_typer(store.app, name="store")
 

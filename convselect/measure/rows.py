@@ -7,7 +7,7 @@ import gzip
 import io
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 from convselect.problem import ConvProblem, Direction
 
@@ -69,16 +69,6 @@ def kernel_class(problem: ConvProblem) -> str:
 # ---- files ------------------------------------------------------------------------------------------------------
 
 
-def append_rows(path: str | Path, rows: Iterable[Row]) -> None:
-    """Add rows to a file in one write, so that a problem is in it completely or not at all; the file is made if it does
-    not exist. A line that an interrupted write left unfinished is removed first."""
-    text = _lines(rows)
-    with Path(path).open("a+b") as file:
-        whole = _whole_bytes(file)
-        file.truncate(whole)
-        file.write((("" if whole else _HEADER_LINE) + text).encode())
-
-
 def write_rows(path: str | Path, rows: Iterable[Row]) -> None:
     """Write rows to a new file (`.gz`: compressed; the same rows give the same bytes)."""
     data = (_HEADER_LINE + _lines(rows)).encode()
@@ -96,19 +86,6 @@ def _lines(rows: Iterable[Row]) -> str:
         head = [row.algorithm, row.revision, row.status, row.clock]
         writer.writerow([row.model, kernel_class(row.problem), *row.problem, *head, *times, row.rounds, row.repeat])
     return text.getvalue()
-
-
-def _whole_bytes(file: BinaryIO) -> int:
-    """Size of a file up to its last newline; reads backwards from its end only as far as necessary."""
-    end = file.seek(0, io.SEEK_END)
-    while end > 0:
-        start = max(0, end - 4096)
-        file.seek(start)
-        found = file.read(end - start).rfind(b"\n")
-        if found >= 0:
-            return start + found + 1
-        end = start
-    return 0
 
 
 def read_rows(path: str | Path) -> list[Row]:

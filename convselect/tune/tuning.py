@@ -20,7 +20,7 @@ from convselect.store import process
 from convselect.store.store import Decision
 from convselect.tune.cost_model import CostModel
 from convselect.tune.programs import Program, Programs
-from convselect.tune.records import Log, Measured, Recorded
+from convselect.tune.records import Log, Measured
 from convselect.tune.runner import Runner, Verdict, params_of
 from convselect.tune.scheduler import EqualSplit, Objective, Scheduler, Task, latencies
 from convselect.tune.search import Evolution, Search
@@ -189,11 +189,6 @@ def problems_of(
         name = choose(problem, BY_NAME, settings, predictor=loaded.get_for(problem)).algorithm
         found.append((programs, calls, programs.default(name if name in programs.spaces else NATIVE)))
     return found
-
-
-def replayed(recorded: Sequence[Recorded]) -> list[tuple[Programs, Mapping[str, int], Program]]:
-    """The same of recorded times."""
-    return [(one.programs(), one.calls, one.chosen or Program(NATIVE)) for one in recorded]
 
 
 def keep(outcomes: Iterable[Outcome], settings: Settings) -> None:

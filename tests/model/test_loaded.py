@@ -141,19 +141,6 @@ def test_the_model_goes_by_itself_when_no_new_problem_comes(monkeypatch):
         assert loaded._loaded is not None
 
 
-def test_the_model_of_other_peoples_times_is_sound_and_is_never_asked():
-    path = ARTIFACTS / "mi100-families.npz"
-    predictor = inference.Predictor.load(path)
-    assert path.stat().st_size < 200_000
-    assert predictor.card.algorithm_names == ("gemm", "direct", "fft", "winograd", "implicit_gemm")
-    assert predictor.card.data["parameters"] <= 80_978
-    assert predictor.card.figures["held_out"]["best_of_2"]["fraction_of_oracle_mean"] > 0.9995
-    problem = conv_problem(1, 64, 56, 56, 64, 3, 3, padding=1)
-    assert predictor.predict(problem) is None
-    assert predictor.predict(problem._replace(device="cuda")) is None
-    assert loaded.nearest_artifact() != path
-
-
 # ---- GPUs -------------------------------------------------------------------------------------------------------
 
 
