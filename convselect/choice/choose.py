@@ -10,17 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from convselect.kernels._contract import Algorithm, Grade, NotApplicable
+from convselect.kernels._contract import GRADE_OF_PRECISION, Algorithm, NotApplicable
 from convselect.machine import memory as machine_memory
-from convselect.problem import ConvProblem, Direction
+from convselect.problem import ConvProblem
 from convselect.settings import CHOOSING, Settings
 from convselect.warnings import warn_once
 
-GRADE_OF_PRECISION = {"exact": Grade.DIRECT, "native": Grade.CLOSE, "fast": Grade.LOOSE}
 NATIVE = "native"
-PLAN_COST_US = {Direction.FORWARD: 25.0, Direction.BACKWARD_DATA: 60.0, Direction.BACKWARD_WEIGHT: 60.0}
-"""What running through a plan costs beyond the algorithm itself: `python -m benchmarks.overhead` prints it. It is what
-decides on tiny problems."""
 NOMINATED = 3
 """Candidates of a trial, besides native."""
 NOMINATION_GAP = math.log(1.3)

@@ -25,7 +25,6 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import convselect
-from convselect import settings
 from convselect.demo import tables as show
 from convselect.demo.architectures import ARCHITECTURES, calibrate_batch_norm, he_initialise, vgg16
 from convselect.demo.tables import ChoiceGroup, Errors, ModelResult, Speed
@@ -113,6 +112,26 @@ def load_user_model(spec: str, shape: tuple[int, ...]) -> Subject:
     parameter = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(parameter.device, parameter.dtype)
     return Subject(spec, model, x)
+
+
+def subject_of(target: str, input_shape: str | None) -> Subject:
+    """A built-in network, by default on the input it comes with, or a user's module:function.
+
+    Args:
+        input_shape: "N,C,H,W".
+
+    Raises:
+        DemoError: if there is no such network, or what it needs of an input is missing.
+    """
+    shape = None if input_shape is None else parse_shape(input_shape)
+    if target in ARCHITECTURES:
+        found = built_in(target)
+        if shape is None:
+            return found
+        return found._replace(x=torch.randn(shape, generator=torch.Generator().manual_seed(0)))
+    if shape is None:
+        raise DemoError(f"{target} needs --input N,C,H,W")
+    return load_user_model(target, shape)
 
 
 def _one_line(error: BaseException) -> str:
@@ -318,7 +337,7 @@ def run_demo(
     quick: bool = False,
     console: Console | None = None,
 ) -> dict[str, Any]:
-    """Run everything and print it; returns the same as JSON's types: {"run_environment": ..., "models": [...]}.
+    """Run everything and print it; returns the same as JSON's types: {"environment": ..., "models": [...]}.
 
     Args:
         models: names from `_architectures.ARCHITECTURES`; by default ResNet-18, VGG-16 and U-Net, or none where there
@@ -345,8 +364,7 @@ def run_demo(
         bar = show.StageBar(console, [name for name, _ in makers])
         results = []
         # What the model says, from the first call on: trials on real calls would go on for half of the timing.
-        unchecked = "auto" if settings.current().policy in settings.TIMING else None
-        with bar.progress, settings.use(unchecked):
+        with bar.progress, convselect.use() as used, convselect.use("auto" if used.chooses else None):
             for index, (name, make) in enumerate(makers):
                 on_stage = functools.partial(bar.stage, index, name)
                 on_stage("building", 0.0)
@@ -355,7 +373,7 @@ def run_demo(
         show.print_numbers(console, results, env)
     finally:
         torch.set_num_threads(threads_before)
-    return {"run_environment": env, "models": [show.plain(result) for result in results]}
+    return {"environment": env, "models": [show.plain(result) for result in results]}
 
 
 def restart_with_tuned_malloc() -> None:

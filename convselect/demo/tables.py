@@ -13,8 +13,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
-from convselect.explain import short
-from convselect.problem import ConvProblem, Direction
+from convselect import ConvProblem, Direction
 from convselect.timing import Ratio
 
 TUNED_BY_US = "CONVSELECT_DEMO_MALLOC"
@@ -109,7 +108,7 @@ def print_choices(console: Console, result: ModelResult) -> None:
         others = f" +{len(layers) - 1}" if len(layers) > 1 else ""
         where = "all" if len(directions) == len(Direction) else ", ".join(directions)
         expected = f"{gain:.2f}" if gain is not None else "-"
-        table.add_row(escape(layers[0]) + others, short(problem), where, algorithm, source, expected)
+        table.add_row(escape(layers[0]) + others, problem.brief, where, algorithm, source, expected)
     console.print(table)
     for text in (result.conversion, result.note):
         if text:

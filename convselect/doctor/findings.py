@@ -39,10 +39,8 @@ PROBES = (
 
 
 def versions() -> dict[str, Any]:
-    import convselect
-
     here = run_environment()
-    told: dict[str, Any] = {"convselect": convselect.__version__, "from": str(Path(convselect.__file__).parent)}
+    told: dict[str, Any] = {"convselect": here["convselect"], "from": str(Path(__file__).parents[1])}
     told |= {"python": platform.python_version(), "torch": torch.__version__, "oneDNN": here["onednn"]}
     told |= {"cuda": torch.version.cuda, "hip": torch.version.hip}
     told["cudnn"] = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None

@@ -18,6 +18,7 @@ from convselect.kernels._contract import Algorithm
 from convselect.kernels.pool import BY_NAME
 from convselect.lru import LRU, Entry, on_clear
 from convselect.model import loaded
+from convselect.model.loaded import idle
 from convselect.problem import ConvProblem, Direction
 from convselect.settings import CACHE_ENTRIES, TIMING, Settings
 from convselect.store import process
@@ -178,7 +179,9 @@ def execute(
     bias: Tensor | None = None,
 ) -> Tensor:
     """Run the chosen algorithm on its operands. The automatic choice falls back to native; a forced one raises."""
-    loaded.tick()
+    idle.left -= 1
+    if idle.left < 0:
+        loaded.release_idle()
     if isinstance(choice, OnTrial):
         given = choice
 

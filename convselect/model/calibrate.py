@@ -23,12 +23,11 @@ from pathlib import Path
 import numpy as np
 
 from convselect import timing
-from convselect.choice.choose import PLAN_COST_US
 from convselect.kernels.pool import ALL
 from convselect.machine import host
 from convselect.machine.environment import cpu_fingerprint
 from convselect.measure.measure import measure_problem
-from convselect.measure.rows import NATIVE, Row
+from convselect.measure.rows import NATIVE, PLAN_COST_US, Row
 from convselect.model.inference import Calibration, Predictor
 from convselect.model.loaded import calibration_path, digest, nearest_artifact
 from convselect.problem import ConvProblem
@@ -110,8 +109,11 @@ def calibrate(
 
     Raises:
         ArtifactError: where there is no artifact to correct, or it is damaged.
-        OSError: where the correction cannot be written.
+        OSError: if the correction cannot be written.
+        AssertionError: if this machine's clocks cannot be trusted.
     """
+    if measure is None:
+        timing.assert_trustworthy()
     artifact = nearest_artifact()
     predictor = Predictor.load(artifact, host_flags=host.host_flags())
     todo = problems(threads)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import csv
 import gzip
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from convselect.measure.rows import MACHINE, NATIVE, Row, environment_path, read_rows
+from convselect.measure.rows import NATIVE, PLAN_COST_CUDA_US, PLAN_COST_US, Row
 from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, conv_problem
+from convselect.store.times import read_times
 
 
 def family_of(model: str) -> str:
@@ -34,22 +34,17 @@ def read_measurements(paths: Sequence[str | Path], max_drift: float | None = Non
         ValueError: where they come from machines whose times must not be mixed, or hold nothing.
         OSError: where a file cannot be read.
     """
-    from convselect.store.store import Store, is_store
-
     rows: list[Row] = []
     machines: list[tuple[str, dict[str, Any]]] = []
     for path in paths:
-        if is_store(path):
-            with Store(path) as store:
-                environments = list(store.environments().values())
-                rows += store.rows(max_drift=max_drift)
-        else:
-            environments = [json.loads(environment_path(path).read_text())["machine"]]
-            rows += read_rows(path)
-        machines += [(str(path), {name: one[name] for name in MACHINE}) for one in environments]
-    for path, machine in machines:
+        for machine, found in read_times(path, max_drift):
+            if not machine:
+                raise FileNotFoundError(f"{path} does not say where it was measured: there is no {path}.env.json")
+            rows += found
+            machines.append((str(path), machine))
+    for name, machine in machines:
         if machine != machines[0][1]:
-            raise ValueError(f"{path} was measured on {machine}, {machines[0][0]} on {machines[0][1]}")
+            raise ValueError(f"{name} was measured on {machine}, {machines[0][0]} on {machines[0][1]}")
     if not rows:
         raise ValueError(f"{', '.join(map(str, paths))} hold no measurements")
     return rows, machines[0][1]
@@ -114,6 +109,14 @@ class Table:
     def native(self) -> int | None:
         """The column of "native", where there is one."""
         return self.names.index(NATIVE) if NATIVE in self.names else None
+
+    def with_plan_costs(self) -> Table:
+        """The table with what running through a plan costs added to every time but native's, which needs no plan."""
+        costs_us = [PLAN_COST_US[p.direction] if p.device == "cpu" else PLAN_COST_CUDA_US for p in self.problems]
+        times_us = self.times_us + np.array(costs_us)[:, None]
+        if self.native is not None:
+            times_us[:, self.native] = self.times_us[:, self.native]
+        return replace(self, times_us=times_us)
 
     def part(self, members: npt.NDArray[Any]) -> Table:
         """The table of some of its problems: a mask or indices (m,)."""

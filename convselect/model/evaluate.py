@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from convselect.choice.choose import GRADE_OF_PRECISION
+from convselect.kernels._contract import GRADE_OF_PRECISION
 from convselect.kernels.pool import BY_NAME
 from convselect.measure.rows import Row, kernel_class
 from convselect.model.dataset import Table, family_of, folds

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,17 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from convselect.aten.arguments import problem_of
-from convselect.machine.host import SIXTEEN_BIT_FLAGS
+from convselect.machine.host import SIXTEEN_BIT_FLAGS, host_flags
 from convselect.measure.rows import KERNEL_CLASSES, kernel_class
-from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction, conv_problem, layout_of
+from convselect.problem import (
+    CHANNELS_LAST,
+    CONTIGUOUS,
+    TORCH_DTYPES,
+    ConvProblem,
+    Direction,
+    conv_problem,
+    layout_of,
+)
 
 Layer = tuple[str, ConvProblem]
 """(the model it comes from, its forward problem)."""
@@ -35,6 +43,7 @@ RANDOM_SIZE = 64  # of images and channels of random layers, at most
 
 _CLASS_WEIGHTS = dict(zip(KERNEL_CLASSES, (0.22, 0.20, 0.16, 0.16, 0.08, 0.12, 0.06), strict=True))
 BATCHES = (1, 2, 8, 32)
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 # ---- lists ------------------------------------------------------------------------------------------------------
@@ -198,7 +207,7 @@ def draw(
     *,
     seed: int = 0,
     threads: int = 1,
-    dtypes: Sequence[str] = ("float32", "bfloat16", "float16"),
+    dtypes: Sequence[str] = DTYPES,
     flags: Mapping[str, bool] | None = None,
     batches: Sequence[int] = BATCHES,
     perturb: float = 0.0,
@@ -259,6 +268,35 @@ def mixed(first: Iterator[Layer], second: Iterator[Layer], share: float, seed: i
             yield next(stream)
         except StopIteration:
             streams[index] = None
+
+
+def from_lists(
+    paths: Iterable[str | Path],
+    count: int,
+    *,
+    random: float = 0.3,
+    perturb: float = 0.5,
+    threads: Sequence[int] = (1,),
+    dtypes: Sequence[str] = DTYPES,
+    seed: int = 0,
+) -> list[Layer]:
+    """`count` problems of this machine per number of threads: `draw`n from CSV files of layers and, for a share of
+    `random`, from layers of log-uniform sizes, in random order.
+
+    Raises:
+        ValueError: for an unknown dtype. ValueError, OSError: if a file cannot be read.
+    """
+    for dtype in dtypes:
+        if dtype not in TORCH_DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(TORCH_DTYPES)}, not {dtype!r}")
+    layers = [layer for path in paths for layer in read_layers(path)]
+    fill, flags = round(count * random), host_flags()
+    found: list[Layer] = []
+    for t in threads:
+        listed = draw(layers, count - fill, seed=seed, threads=t, flags=flags, perturb=perturb, dtypes=dtypes)
+        filling = draw(random_layers(fill, seed), fill, seed=seed, threads=t, flags=flags, dtypes=dtypes)
+        found += mixed(listed, filling, share=random, seed=seed)
+    return found
 
 
 def with_layouts(problem: ConvProblem, channels_last: bool, weight_channels_last: bool) -> ConvProblem:

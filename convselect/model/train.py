@@ -23,7 +23,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from convselect.choice.choose import PLAN_COST_US
 from convselect.measure.measure import threads
 from convselect.measure.rows import kernel_class
 from convselect.model import reformer
@@ -46,11 +45,6 @@ from convselect.store.store import is_store
 
 MIN_PROBLEMS_PER_DTYPE = 30
 """An element type with fewer measured problems is declined at run time."""
-
-PLAN_COST_CUDA_US = 3.0
-"""A GPU's queue hides most of what the host adds; this much has to be gained where it does not. A guess, until one
-is measured."""
-
 
 LIMITS = (
     "Times were measured with operands in the caches, one convolution at a time; what a choice does to its neighbours' "
@@ -203,11 +197,7 @@ def read_measured(paths: Sequence[str | Path]) -> tuple[Table, dict[str, Any]]:
         )  # fmt: skip
         return whole, {"family": None, "host_flags": {}, "device": ", ".join(sorted(set(whole.models))), "torch": ""}
     rows, machine = read_measurements(paths)
-    table = Table.from_rows(rows)
-    # `measure` times algorithms bare. Native needs no plan; every other column pays for its own.
-    costs_us = np.array([PLAN_COST_US[p.direction] if p.device == "cpu" else PLAN_COST_CUDA_US for p in table.problems])
-    table.times_us[:, 1:] += costs_us[:, None]
-    return table, machine
+    return Table.from_rows(rows).with_plan_costs(), machine
 
 
 def is_foreign(path: str | Path) -> bool:

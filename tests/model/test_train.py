@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from convselect.choice.choose import GRADE_OF_PRECISION, choose
+from convselect.choice.choose import choose
+from convselect.kernels._contract import GRADE_OF_PRECISION
 from convselect.kernels.pool import BY_NAME
 from convselect.measure.rows import HEADER, Row, append_rows, environment_path, read_rows
 from convselect.model import dataset, evaluate, targets, train
