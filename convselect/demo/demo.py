@@ -55,7 +55,7 @@ class Subject(NamedTuple):
 
 
 def built_in(name: str, quick: bool = False) -> Subject:
-    """A network of `_architectures`, He-initialised and calibrated on the standard normal input it comes with.
+    """A network of `architectures`, He-initialised and calibrated on the standard normal input it comes with.
 
     VGG-16 gets a pooled classifier: the published one is 124 million parameters without a single convolution.
 
@@ -89,7 +89,7 @@ def load_user_model(spec: str, shape: tuple[int, ...]) -> Subject:
     """Call `module:function`, also from the working directory, for a model; its weights are used as they are.
 
     Raises:
-        DemoError: where it cannot be imported, found or called, or returns something else.
+        DemoError: if it cannot be imported, found or called, or returns something else.
     """
     module_name, _, attribute = spec.partition(":")
     if not module_name or not attribute:
@@ -265,7 +265,7 @@ def run_model(subject: Subject, seconds: float, on_stage: Callable[[str, float],
     """Convert a copy, compare both with float64, collect the choices, then time both; `seconds` is for the timing.
 
     Raises:
-        DemoError: where the unconverted model does not run forward, backward or in float64.
+        DemoError: if the unconverted model does not run forward, backward or in float64.
     """
     x = subject.x
     native = copy.deepcopy(subject.model).eval()
@@ -340,14 +340,13 @@ def run_demo(
     """Run everything and print it; returns the same as JSON's types: {"environment": ..., "models": [...]}.
 
     Args:
-        models: names from `_architectures.ARCHITECTURES`; by default ResNet-18, VGG-16 and U-Net, or none where there
-            is a `user_model`.
+        models: names from `architectures.ARCHITECTURES`; default: `DEFAULT_MODELS`, or none if there is a `user_model`.
         seconds: for all timing together; comparing with float64 comes on top.
         threads: for PyTorch, while this runs.
         quick: tiny images.
 
     Raises:
-        DemoError: where a network is unknown or does not run.
+        DemoError: if a network is unknown or does not run.
     """
     console = console or Console(highlight=False)
     names = list(models if models is not None else () if user_model is not None else DEFAULT_MODELS)
@@ -363,7 +362,7 @@ def run_demo(
         show.print_environment(console, env)
         bar = show.StageBar(console, [name for name, _ in makers])
         results = []
-        # What the model says, from the first call on: trials on real calls would go on for half of the timing.
+        # What the model says, from the first call on: trials on real calls would last for half of the timing.
         with bar.progress, convselect.use() as used, convselect.use("auto" if used.chooses else None):
             for index, (name, make) in enumerate(makers):
                 on_stage = functools.partial(bar.stage, index, name)

@@ -22,7 +22,7 @@ TUNED_BY_US = "CONVSELECT_DEMO_MALLOC"
 
 @dataclass(frozen=True)
 class ChoiceGroup:
-    """Layers that pose the same problem and got the same answer; `gain` is the predicted speed-up over native."""
+    """Layers with the same problem and the same choice; `gain` is the predicted speed-up over native."""
 
     layers: tuple[str, ...]
     direction: str
@@ -43,7 +43,7 @@ class Errors:
 
 @dataclass(frozen=True)
 class Speed:
-    """Interleaved times of one mode in microseconds; `ratio` is native / converted, above 1 where convselect wins."""
+    """Interleaved times of one mode in microseconds; `ratio` is native / converted, above 1 if convselect wins."""
 
     mode: str
     rounds: int

@@ -1,7 +1,7 @@
-"""Collect measured times into a store, within a time budget, so that it can be interrupted and gone on with.
+"""Collect measured times into a store, within a time budget, so that it can be interrupted and continued.
 
-A collection is divided into blocks of problems between two timings of a *sentinel*, a fixed native convolution: where
-that moved, the machine was not the same before and after, and whoever reads the store can leave the block out. At the
+A collection is divided into blocks of problems between two timings of a *sentinel*, a fixed native convolution: if
+its time changed, so did the machine, and whoever reads the store can leave the block out. At the
 end some of the problems are measured a second time, independently: how often the winner changes is how far any label
 can be trusted.
 """
@@ -31,7 +31,7 @@ BLOCK = 50
 DRIFT = 1.05
 """A block across which the sentinel's time moves by more than this ratio counts as drifting."""
 REPEAT_SHARE = 0.07
-"""Of the problems, measured twice."""
+"""Share of the problems that is measured twice."""
 SENTINEL = conv_problem(1, 64, 28, 28, 64, 3, 3, padding=1)
 
 Item = tuple[str, ConvProblem]
@@ -117,7 +117,7 @@ def collect(
     Args:
         problems: (model, problem); their `threads` say on how many they are measured.
         runner: where they run; default: in this process.
-        description: of the environment; default: this process's. With a runner elsewhere, that of its machines.
+        description: the environment; default: this process's. With a runner elsewhere, that of its machines.
         minutes: stop after the problem during which this much time has passed; part of it is kept for the second
             measurements. None: when the problems end.
         repeat_share: share of the problems measured now that is measured a second time.
@@ -143,7 +143,7 @@ def collect(
 
 
 class _Collection:
-    """What is measured where, and the block that is open."""
+    """The state of one collection: what was measured, and the open block."""
 
     def __init__(
         self,
@@ -246,7 +246,7 @@ def on_dask(client: Any, ahead: int = 4) -> tuple[Runner, dict[str, Any]]:
         ahead: tasks per worker that are handed out before their results are asked for.
 
     Raises:
-        ValueError: where there are no workers, or they are different machines, whose times must not be mixed.
+        ValueError: if there are no workers, or they are different machines, whose times must not be mixed.
     """
     from distributed import as_completed
 

@@ -1,4 +1,4 @@
-"""Where problems to measure come from: lists of layers, a model's own calls, and variations on both.
+"""The problems to measure: lists of layers, a model's own calls, and variations on both.
 
 Networks are what selection must be right for, so most problems are their layers, as they are or perturbed (another
 resolution, another width); a fill of log-uniform sizes covers what lies between and the tiny problems, where the cost
@@ -55,7 +55,7 @@ def read_layers(path: str | Path) -> list[Layer]:
     Columns: `model` (or `source`), N C H W K R S, stride_h/w, pad_h/w, dil_h/w, groups; others are ignored.
 
     Raises:
-        ValueError: where a column is missing or a cell is not a number, with the file and the line.
+        ValueError: if a column is missing or a cell is not a number, with the file and the line.
     """
     layers = []
     with Path(path).open(newline="") as file:
@@ -99,7 +99,7 @@ def random_layers(count: int, seed: int = 0) -> list[Layer]:
 def perturbed(problem: ConvProblem, rng: np.random.Generator) -> ConvProblem:
     """A relative of a layer: its resolution times 1/2 to 2, its width times 1/4 to 2, both log-uniform.
 
-    Channels stay multiples of 8 where they were, and of the number of groups; groups keep their width where there are
+    Channels stay multiples of 8 if they were, and of the number of groups; groups keep their width if there are
     several channels in each, and depthwise stays depthwise. The image stays large enough for the kernel.
     """
     p = problem
@@ -215,7 +215,7 @@ def draw(
     """`count` different problems: stratified by kernel class, all three directions, all batches, 70 % contiguous.
 
     The first of `dtypes` gets 85 % (all, if it is the only one). Problems over the caps are drawn again with a
-    smaller batch. Ends early where the layers do not yield so many. The same arguments give the same problems.
+    smaller batch. Ends early if the layers do not yield as many. The same arguments give the same problems.
 
     Args:
         flags: which 16-bit types the processor computes in (`host.host_flags`); the others have lower caps.

@@ -19,7 +19,7 @@ DISTURBED = 1.2
 
 
 class Spread(NamedTuple):
-    """Median, 20th and 80th percentile; the last two are None where only one number is known. Times in us."""
+    """Median, 20th and 80th percentile; the last two are None if only one number is known. Times in us."""
 
     median: float
     p20: float | None = None
@@ -43,9 +43,9 @@ class EndToEnd:
         wall, cpu: the time that passed, and, with one thread on the CPU, what the calling thread computed in it, which
             neighbours on the machine disturb least; else None.
         native_error, converted_error: relative L2 distance of the result (training: of all gradients) from the same
-            model's in float64, found before the timing; None where it does not run in float64.
+            model's in float64, found before the timing; None if it does not run in float64.
         distance: the same between both sides.
-        layers_native_us, layers_chosen_us: the convolutions of this mode, each timed on its own, added up; None where
+        layers_native_us, layers_chosen_us: the convolutions of this mode, each timed on its own, added up; None if
             one of them has no time.
     """
 
@@ -74,7 +74,7 @@ class EndToEnd:
 
     @property
     def headline(self) -> tuple[Sides, str]:
-        """What to go by, and what that is: wall time, where nothing else had the processor."""
+        """What to go by, and what that is: wall time, unless something else had the processor."""
         return (self.cpu, "CPU time") if self.disturbed and self.cpu is not None else (self.wall, "wall time")
 
 
@@ -170,7 +170,7 @@ def _timed(
     x: Tensor,
     on_stage: Callable[[str, float], object],
 ) -> tuple[int, Sides, Sides | None]:
-    """(rounds, wall times, CPU times where they mean anything)."""
+    """(rounds, wall times, CPU times if they mean anything, else None)."""
     timings = timing.interleaved(
         sides,
         MAX_ROUNDS,

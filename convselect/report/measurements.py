@@ -36,7 +36,7 @@ class Share:
     Attributes:
         applies, wins: problems it was timed on, and on which it is the fastest.
         share: wins over all problems.
-        speedup: over the reference on the problems where it wins, geometric mean; None without wins.
+        speedup: over the reference on the problems that it wins, geometric mean; None without wins.
         on_all: the same on all problems it was timed on.
     """
 
@@ -79,9 +79,9 @@ class DataReport:
     """All about one file of times; `page.render` makes a page of it. Without measurements only `choices` say anything.
 
     Attributes:
-        machine: where the times were measured: device, family, torch, ..; of all those of a store the one with most.
-        other_machines: how many more there are, which are left out.
-        reference: what speed-ups are over: "native", or, where nobody measured that, the best single algorithm.
+        machine: the machine that measured: device, family, torch, ...; the one with most times if a store has several.
+        other_machines: how many more there are; their times are left out.
+        reference: what speed-ups are over: "native", or, if that was not measured, the best single algorithm.
         overall, by: figures of `evaluate.judge` for the model's choices, on all problems and by group (title -> group
             -> figures). Without a model, those of the oracle.
         gains_best, gains_chosen: speed-up over the reference of the fastest, and of the model's choice, by problem;
@@ -90,7 +90,7 @@ class DataReport:
         worst, slower: problems on which the choice is furthest from the fastest, and those on which it is slower than
             the reference, worst first.
         noise: `evaluate.label_noise`; None without second measurements.
-        choices: of a store, `choices_in_all` of them; `choice_sources`: how many come from where.
+        choices: the latest choices of a store, out of `choices_in_all`; `choice_sources`: source -> how many.
     """
 
     name: str

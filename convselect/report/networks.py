@@ -37,7 +37,7 @@ DIRECTIONS = {"forward": "forward", "backward_data": "grad input", "backward_wei
 """Directions in the order of the page, and how it names them."""
 
 END_TO_END_SHARE = 0.4
-"""Of the time given; the rest goes to the layers."""
+"""Share of the time given; the rest goes to the layers."""
 
 NOISE = 1.05
 """Times nearer to each other than this are not told apart."""
@@ -51,10 +51,10 @@ class Candidate:
     """One algorithm that could compute a problem.
 
     Attributes:
-        time_us: per call; None where nobody knows it.
+        time_us: per call; None if unknown.
         gain: times native's speed.
-        kind: where these come from: `MEASURED`, `STORED`, `PREDICTED`, or "" where there are none.
-        error: relative L2 error against float64, where it was measured for this report.
+        kind: their source: `MEASURED`, `STORED`, `PREDICTED`, or "" if there are none.
+        error: relative L2 error against float64, if it was measured for this report.
         why_not: why it was not taken; "" for the choice itself.
     """
 
@@ -72,12 +72,12 @@ class Layer:
     """One distinct problem of a network.
 
     Attributes:
-        names: of the layers that pose it.
+        names: the layers that have this problem.
         calls: how often a forward pass, or its backward pass, computes it.
-        algorithm, source, params: what is chosen, where that comes from, and its parameters where they are not the
-            defaults. A choice of the store names who found it out: "store (tune)".
-        native_us, chosen_us: per call; None where not known.
-        gain: times native's speed; `kind` says where it, and the times, come from.
+        algorithm, source, params: what is chosen, the source of the choice, and its parameters if they are not the
+            defaults. A choice from the store says how it was found: "store (tune)".
+        native_us, chosen_us: per call; None if unknown.
+        gain: times native's speed; `kind` says the source of it and of the times.
         candidates: what applies, the fastest first.
         left_out: reason -> names of the algorithms that do not apply or may not be taken, and nobody timed.
     """
@@ -101,7 +101,7 @@ class Layer:
 
     @property
     def all_native_us(self) -> float | None:
-        """Of all its calls."""
+        """Native's time for all its calls."""
         return None if self.native_us is None else self.calls * self.native_us
 
     @property
@@ -110,7 +110,7 @@ class Layer:
 
     @property
     def faster(self) -> Candidate | None:
-        """The fastest candidate as timed, where it beats the choice by more than noise and, instead of native, by more
+        """The fastest candidate as timed, if it beats the choice by more than noise and, instead of native, by more
         than running through a plan costs. Times of other days are not compared."""
         if self.chosen_us is None:
             return None
@@ -129,7 +129,7 @@ class NetworkReport:
     Attributes:
         policy: under which the choices were made.
         left_alone: convolutions that were not converted -> why.
-        note: what has to be said of all choices; "" where nothing has.
+        note: what applies to all choices, or "".
         made: when, UTC.
     """
 
@@ -175,12 +175,12 @@ def of_model(
             the store. Otherwise choices are the store's and the model's.
         seconds: about how long the timing takes in all; every call is timed twice at least. Trials come on top, up to
             as long again.
-        times: a store or CSV file of times measured on this machine, to be used where nothing is timed; by default
+        times: a store or CSV file of times measured on this machine, used for what is not timed now; by default
             what the user's own store holds.
         on_stage: told what is being done, and which part of it is done, 0 to 1.
 
     Raises:
-        ValueError: where `times` are of another machine, or hold nothing; StoreError, OSError: where they cannot be
+        ValueError: if `times` are of another machine, or hold nothing; StoreError, OSError: if they cannot be
             read. Whatever the model itself raises.
         NotApplicable: a policy in force names an algorithm that cannot do one of the layers.
     """
@@ -214,7 +214,7 @@ def of_model(
 
 
 def _policy(verify: bool) -> str | None:
-    """Trials on real calls would go on for part of the timing, so without `verify` choices are those made unchecked."""
+    """Trials on real calls would last for part of the timing, so without `verify` choices are those made unchecked."""
     if verify:
         return "verify"
     return "auto" if settings.current().policy in settings.TIMING else None
@@ -386,6 +386,6 @@ def _as_predicted(name: str, row: Explained, native_us: float | None) -> Candida
 
 
 def total(values: Sequence[float | None]) -> float | None:
-    """The sum; None where one is missing."""
+    """The sum; None if one is missing."""
     known = [value for value in values if value is not None]
     return math.fsum(known) if len(known) == len(values) else None

@@ -138,7 +138,7 @@ def of_network(report: NetworkReport) -> dict[str, Any]:
 
 
 def label(layer: Layer, most: int = 34) -> str:
-    """A layer's name, and how many more pose the same problem."""
+    """A layer's name, and how many more have the same problem."""
     more = len(layer.names) - 1
     extra = f" +{more}" if more else ""
     return shortened(layer.names[0] or "(the model)", most - len(extra)) + extra
@@ -209,7 +209,7 @@ class Spent:
 
 
 def _spent(end: EndToEnd, layers: Sequence[Layer], kinds: Mapping[str, str]) -> Spent | None:
-    """Convolutions by what computes them once converted, and everything else; None where a time is missing."""
+    """Convolutions by what computes them once converted, and everything else; None if a time is missing."""
     if end.layers_native_us is None or end.layers_chosen_us is None:
         return None
     members = [one for one in layers if end.mode != "inference" or one.direction == "forward"]
