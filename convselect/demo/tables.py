@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -14,7 +14,9 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from convselect import ConvProblem, Direction
-from convselect.timing import Ratio
+
+if TYPE_CHECKING:
+    from convselect.timing import Ratio
 
 TUNED_BY_US = "CONVSELECT_DEMO_MALLOC"
 """Environment variable that says that the demonstration, not its user, set malloc's."""

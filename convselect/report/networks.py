@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from convselect import settings, timing
 from convselect.convert import convert, revert
 from convselect.doctor.bench import bench
+from convselect.doctor.compare import infer
 from convselect.eager import dispatch
 from convselect.eager.execution import eager_choice
 from convselect.eager.live_trial import OnTrial
@@ -23,7 +24,7 @@ from convselect.explain import explain_problem
 from convselect.machine.environment import run_environment
 from convselect.measure.rows import NATIVE, PLAN_COST_US
 from convselect.model import loaded
-from convselect.report.end_to_end import EndToEnd, Spread, end_to_end, infer, step
+from convselect.report.end_to_end import EndToEnd, Spread, end_to_end, step
 from convselect.store import process
 from convselect.store.times import Times, times_here
 
