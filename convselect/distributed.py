@@ -54,7 +54,7 @@ def same_choices(group: ProcessGroup | None = None) -> None:
     abilities: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(abilities, _abilities(), group=group)
     settings.set_default_settings(defaults)
-    loaded.give(predictor)
+    loaded.override(predictor)
     process.configure("off")
     lru.clear()
     if any(other != abilities[0] for other in abilities):
@@ -68,7 +68,7 @@ def same_choices(group: ProcessGroup | None = None) -> None:
 def own_choices() -> None:
     """This rank chooses by itself again, by its own model and store; the defaults stay as they are. No
     communication."""
-    loaded.own()
+    loaded.use_local()
     process.configure()
     lru.clear()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ class Row:
             relative to native; None where the model was not asked.
         why_not: for every other algorithm, one sentence.
         params: tuned or predicted parameters of the algorithm; None: its default.
+        predicted: predicted speed relative to native, for every algorithm that may be chosen automatically here.
     """
 
     layer: str
@@ -46,6 +48,7 @@ class Row:
     gain: float | None
     why_not: dict[str, str] = field(default_factory=dict)
     params: dict[str, int] | None = None
+    predicted: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,7 @@ class Explanation:
     def __str__(self) -> str:
         header = ("layer", "direction", "problem", "algorithm", "source", "p", "gain")
         cells = [
-            (r.layer, r.direction, short(r.problem), r.algorithm, r.source, _number(r.probability), times(r.gain))
+            (r.layer, r.direction, r.problem.brief, r.algorithm, r.source, _number(r.probability), times(r.gain))
             for r in self.rows
         ]
         lines = [_table(header, cells)]
@@ -179,12 +182,18 @@ def _row(layer: str, problem: ConvProblem, used: Settings) -> Row:
     choice = resolve.choice_for(problem, used)
     predictor = loaded.get_for(problem) if used.chooses else None
     prediction = predictor.predict(problem) if predictor is not None else None
-    probability = choice.probability
-    if probability is not None and prediction is not None:
-        # The model spreads its probability over every name it knows; what cannot run here does not share.
-        known = [name for name in prediction.ranked if name in BY_NAME]
-        applicable = [name for name in known if BY_NAME[name].why_not(problem) is None]
-        probability /= sum(prediction.probability(name) for name in applicable)
+    probability, predicted = choice.probability, dict[str, float]()
+    if prediction is not None:
+        known = [BY_NAME[name] for name in prediction.ranked if name in BY_NAME]
+        applicable = [a for a in known if a.why_not(problem) is None]
+        predicted = {
+            a.name: math.exp(prediction.log_gain(a.name))
+            for a in applicable
+            if a.automatic and a.same_as_native(problem) is None
+        }
+        if probability is not None:
+            # The model spreads its probability over every name it knows; what cannot run here does not share.
+            probability /= sum(prediction.probability(a.name) for a in applicable)
     return Row(
         layer,
         str(problem.direction),
@@ -195,26 +204,8 @@ def _row(layer: str, problem: ConvProblem, used: Settings) -> Row:
         choice.predicted_gain,
         reasons(problem, choice, used, prediction),
         None if choice.params is None else dict(choice.params),
+        predicted,
     )
-
-
-def short(problem: ConvProblem) -> str:
-    """A problem in a few characters: "1x64x56x56 -> 64, 3x3 s2 p1 d2 g32 bfloat16 channels_last"."""
-    p = problem
-    parts = [f"{p.N}x{p.C}x{p.H}x{p.W} -> {p.K}, {p.R}x{p.S}"]
-    if p.stride != (1, 1):
-        parts.append(f"s{p.stride_h}" if p.stride_h == p.stride_w else f"s({p.stride_h},{p.stride_w})")
-    if any(p.padding):
-        parts.append(f"p{p.pad_top}" if len(set(p.padding)) == 1 else "p" + str(p.padding).replace(" ", ""))
-    if p.dilation != (1, 1):
-        parts.append(f"d{p.dil_h}" if p.dil_h == p.dil_w else f"d({p.dil_h},{p.dil_w})")
-    if p.groups > 1:
-        parts.append(f"g{p.groups}")
-    if p.dtype != "float32":
-        parts.append(p.dtype)
-    if p.layout != "contiguous":
-        parts.append(p.layout)
-    return " ".join(parts)
 
 
 def _number(value: float | None) -> str:
@@ -238,4 +229,4 @@ def _table(header: tuple[str, ...], cells: Sequence[tuple[str, ...]]) -> str:
     return out.getvalue().rstrip()
 
 
-__all__ = ["Explanation", "Row", "explain", "explain_problem", "short"]
+__all__ = ["Explanation", "Row", "explain", "explain_problem"]

@@ -204,6 +204,27 @@ class ConvProblem(NamedTuple):
     def with_direction(self, direction: Direction) -> ConvProblem:
         return self._replace(direction=direction)
 
+    @property
+    def brief(self) -> str:
+        """The problem in a few characters, without direction and threads: "1x64x56x56 -> 64, 3x3 s2 p1 bfloat16"."""
+        parts = [f"{self.N}x{self.C}x{self.H}x{self.W} -> {self.K}, {self.R}x{self.S}"]
+        if self.stride != (1, 1):
+            parts.append(
+                f"s{self.stride_h}" if self.stride_h == self.stride_w else f"s({self.stride_h},{self.stride_w})"
+            )
+        if any(self.padding):
+            same = len(set(self.padding)) == 1
+            parts.append(f"p{self.pad_top}" if same else "p" + str(self.padding).replace(" ", ""))
+        if self.dilation != (1, 1):
+            parts.append(f"d{self.dil_h}" if self.dil_h == self.dil_w else f"d({self.dil_h},{self.dil_w})")
+        if self.groups > 1:
+            parts.append(f"g{self.groups}")
+        if self.dtype != "float32":
+            parts.append(self.dtype)
+        if self.layout != CONTIGUOUS:
+            parts.append(self.layout)
+        return " ".join(parts)
+
     def __str__(self) -> str:
         """A line that `ConvProblem.parse` reads back; defaults are left out."""
         parts = [str(self.direction)]

@@ -272,15 +272,15 @@ def test_a_given_model_is_kept_until_taken_back():
 
     problem = conv_problem(1, 8, 8, 8, 8, 3, 3)
     try:
-        loaded.give(FakePredictor(GEMM))
+        loaded.override(FakePredictor(GEMM))
         for _ in range(2):
             assert loaded.get().predict(problem).ranked[0] == GEMM
             convselect.unload()
-        loaded.give(None)
+        loaded.override(None)
         assert loaded.get() is None
     finally:
         convselect.distributed.own_choices()
-    assert loaded._given is None
+    assert loaded._override is None
     assert not resolve.choices.entries
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import difflib
 import functools
 
-from convselect.kernels._contract import Algorithm, Grade
+from convselect.kernels._contract import GRADE_OF_PRECISION, Algorithm
 from convselect.machine import memory
 from convselect.problem import ConvProblem
 from convselect.settings import Settings
 from convselect.warnings import warn_once
 
 NATIVE = "native"
-GRADE_OF_PRECISION = {"exact": Grade.DIRECT, "native": Grade.CLOSE, "fast": Grade.LOOSE}
 ASKED_FROM_BYTES = 16 * 2**20
 """Workspaces up to this size are had from anywhere: how much memory is free is asked (50 us) only for larger ones."""
 

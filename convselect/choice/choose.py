@@ -12,12 +12,9 @@ from convselect.choice.budgets import NATIVE as NATIVE
 from convselect.choice.budgets import Shortage, check_disabled, refusal
 from convselect.kernels._contract import Algorithm, NotApplicable
 from convselect.kernels.pool import BY_NAME
-from convselect.problem import ConvProblem, Direction
+from convselect.problem import ConvProblem
 from convselect.settings import CHOOSING, Settings
 
-PLAN_COST_US = {Direction.FORWARD: 25.0, Direction.BACKWARD_DATA: 60.0, Direction.BACKWARD_WEIGHT: 60.0}
-"""What running through a plan costs beyond the algorithm itself: `python -m benchmarks.overhead` prints it. It is what
-decides on tiny problems."""
 NOMINATED = 3
 """Candidates of a trial, besides native."""
 NOMINATION_GAP = math.log(1.3)

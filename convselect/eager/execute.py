@@ -15,6 +15,7 @@ from convselect.eager.resolve import choice_for
 from convselect.kernels.pool import BY_NAME
 from convselect.lru import on_clear
 from convselect.model import loaded
+from convselect.model.loaded import idle
 from convselect.problem import ConvProblem
 from convselect.warnings import warn_once
 
@@ -36,7 +37,9 @@ def execute(
         strides: aten's, of the result.
         bias: (K,), in the forward direction.
     """
-    loaded.tick()
+    idle.left -= 1
+    if idle.left < 0:
+        loaded.release_idle()
     if isinstance(choice, LiveTrial):
         return _on_trial(choice, a, b, problem, strides, bias)
     if choice.per_image is not None:

@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from convselect import timing
-from convselect.choice.choose import NATIVE, PLAN_COST_US, Choice
+from convselect.choice.choose import NATIVE, Choice
 from convselect.choice.trial import MAX_ROUNDS, MIN_ROUNDS, NOISE_FLOOR, Outcome, Trial, Z
 from convselect.kernels.pool import BY_NAME
+from convselect.measure.rows import PLAN_COST_US
 from convselect.problem import ConvProblem
 from convselect.settings import Settings
 from convselect.store import process

@@ -6,9 +6,10 @@ from __future__ import annotations
 import torch
 
 from convselect.choice.budgets import Shortage, refusal
-from convselect.choice.choose import NATIVE, PLAN_COST_US, Choice
+from convselect.choice.choose import NATIVE, Choice
 from convselect.eager.live_trial import is_out_of_memory, keep
 from convselect.kernels.pool import ALL
+from convselect.measure.rows import PLAN_COST_US
 from convselect.problem import ConvProblem
 from convselect.settings import Settings
 from convselect.warnings import warn_once

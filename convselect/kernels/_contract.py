@@ -30,6 +30,9 @@ class Grade(enum.IntEnum):
     LOOSE = 2  # at most 2e-5
 
 
+GRADE_OF_PRECISION = {"exact": Grade.DIRECT, "native": Grade.CLOSE, "fast": Grade.LOOSE}
+
+
 class NotApplicable(RuntimeError):
     """An explicitly requested algorithm cannot do this problem; the message is its `why_not` sentence."""
 

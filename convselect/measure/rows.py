@@ -14,6 +14,12 @@ from convselect.problem import ConvProblem, Direction
 NATIVE = "native"
 STATUSES = ("ok", "wrong", "failed", "censored")
 
+PLAN_COST_US = {Direction.FORWARD: 25.0, Direction.BACKWARD_DATA: 60.0, Direction.BACKWARD_WEIGHT: 60.0}
+"""What running through a plan adds to an algorithm's time in a call: `python -m benchmarks.overhead` prints it. It
+decides on tiny problems. Times in rows are without it."""
+PLAN_COST_CUDA_US = 3.0
+"""The same on a GPU, whose queue hides most of what the host adds. A guess until one is measured."""
+
 KERNEL_CLASSES = ("1x1", "3x3", "strided", "depthwise", "grouped", "large", "other")
 
 

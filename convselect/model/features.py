@@ -30,7 +30,7 @@ FEATURE_NAMES: tuple[str, ...] = (
     *("flops", "bytes", "intensity", "gemm_m", "gemm_n", "gemm_k"),
     # the power of two that divides, up to 7: vectors, alignment, tiles without a rest
     *(f"twos_{size}" for size in ("C", "K", "C/G", "K/G", "N", "W", "Q", "HW", "PQ", "NPQ")),
-    # log2 of computed over useful results when the matrix product is cut into tiles of so many
+    # log2 of computed over useful results when the matrix product is cut into tiles of this size
     *(f"waste_gemm_{side}_{tile}" for tile in (16, 32, 64, 128) for side in "mnk"),
     *("waste_gemm_m_256", "waste_gemm_n_256"),
     # log2 of computed over useful results when the result's image is cut into m x m tiles
@@ -49,7 +49,7 @@ def features(problem: ConvProblem) -> npt.NDArray[np.float32]:
     """The feature vector of `problem`, shape (len(FEATURE_NAMES),), float32, fresh and writable.
 
     Raises:
-        ValueError: where a size is not positive (an empty batch, a kernel larger than the image): nothing to predict.
+        ValueError: if a size is not positive (an empty batch, a kernel larger than the image): nothing to predict.
     """
     (direction, N, C, H, W, K, R, S, stride_h, stride_w, pad_top, pad_bottom, pad_left, pad_right,
      dil_h, dil_w, G, dtype, layout, weight_layout, _, threads, deterministic, tf32, frozen) = problem  # fmt: skip

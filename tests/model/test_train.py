@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from convselect.choice.budgets import GRADE_OF_PRECISION
 from convselect.choice.choose import choose
+from convselect.kernels._contract import GRADE_OF_PRECISION
 from convselect.kernels.pool import BY_NAME
 from convselect.measure.rows import HEADER, Row, environment_path, read_rows, write_rows
 from convselect.model import dataset, evaluate, targets, train

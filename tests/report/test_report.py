@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import convselect
 from convselect import settings
 from convselect.choice.choose import Choice
-from convselect.cli.main import main
+from convselect.cli import main
 from convselect.eager import dispatch
 from convselect.kernels.pool import BY_NAME
 from convselect.machine import environment
@@ -249,7 +249,7 @@ def test_stored_times_are_used(monkeypatch, tmp_path):
     problem = of_model("small", small(), X, timed=False).layers[1].problem
     rows = [stored_row(problem, name, us) for name, us in (("native", 400.0), ("winograd4", 100.0), ("direct", 0.5))]
     with Store(tmp_path / "times.sqlite") as store:
-        store.add(store.environment(environment.describe("cpu")[1]), rows, pool="p")
+        store.add(store.environment(environment.choice_environment("cpu")[1]), rows, pool="p")
     report = of_model("small", small(), X, timed=False, times=tmp_path / "times.sqlite")
     layer = report.layers[1]
     assert (layer.kind, layer.native_us, layer.chosen_us, layer.gain) == ("stored", 400.0, 100.0, 4.0)
@@ -271,9 +271,11 @@ def test_stored_times_are_used(monkeypatch, tmp_path):
     # CSV says the same; another machine's times say nothing here.
     path = tmp_path / "times.csv.gz"
     write_rows(path, rows)
-    environment_path(path).write_text(json.dumps({"machine": environment.describe("cpu")[1]}))
+    environment_path(path).write_text(json.dumps({"machine": environment.choice_environment("cpu")[1]}))
     assert of_model("small", small(), X, timed=False, times=path).layers == report.layers
-    environment_path(path).write_text(json.dumps({"machine": {**environment.describe("cpu")[1], "device": "abacus"}}))
+    environment_path(path).write_text(
+        json.dumps({"machine": {**environment.choice_environment("cpu")[1], "device": "abacus"}})
+    )
     with pytest.raises(ValueError, match="no times of this machine, but of abacus"):
         of_model("small", small(), X, timed=False, times=path)
 
