@@ -136,8 +136,7 @@ def _may_be(algorithm: Algorithm, problem: ConvProblem, params: Mapping[str, Any
     space = algorithm.space(problem)
     if space is None or not space.is_valid(problem, params):
         return False
-    workspace_bytes: Any = algorithm.workspace_bytes  # with parameters where there is a space
-    return bool(workspace_bytes(problem, params) <= settings.workspace_bytes)
+    return algorithm.workspace_bytes(problem, params) <= settings.workspace_bytes
 
 
 def params_of(name: str, problem: ConvProblem, settings: Settings) -> Mapping[str, Any] | None:
@@ -213,7 +212,7 @@ def _attempt(choice: Choice, a: Tensor, b: Tensor, problem: ConvProblem, bias: T
     if failing and _rests(algorithm.name, problem):
         return None
     try:
-        if not forced and not algorithm.ready(problem, choice.params):
+        if not forced and algorithm.may_be_unready and not algorithm.ready(problem, choice.params):
             return None
         result: Tensor | None = without_autocast(algorithm.run_checked, a, b, problem, choice.params, bias)
     except Exception as error:
