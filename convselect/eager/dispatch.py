@@ -30,6 +30,7 @@ from convselect.eager.execution import choice_for, eager_choice
 from convselect.eager.execution import execute as _execute
 from convselect.eager.execution import without_autocast as _without_autocast
 from convselect.eager.live_trial import OnTrial
+from convselect.kernels import _cuda_flags
 from convselect.kernels._contract import Algorithm, NotApplicable
 from convselect.kernels._native_ops import native_backward, native_forward, overruns_in_channels_last
 from convselect.kernels.pool import BY_NAME
@@ -88,7 +89,7 @@ def conv2d(
             None if bias is None else bias.requires_grad,
             stride, padding, dilation, groups,
             _grad_enabled(), _any_autocast() and autocast_dtype(x), _threads(), _deterministic(), _mkldnn_enabled(),
-            _fp32_precision("mkldnn", "conv") if x.is_cpu else _cuda_flags(), settings,
+            _fp32_precision("mkldnn", "conv") if x.is_cpu else _cuda_flags.state(), settings,
         )  # fmt: skip
         plan = _plan_entries.get(key)
     except TypeError:  # lists, which nn.Conv2d's attributes may hold as well
@@ -122,12 +123,6 @@ def _not_ours(settings: Settings, what: str, *arguments: Any) -> Tensor:
     if tensors and not (settings.chooses or settings.policy == NATIVE):
         raise NotApplicable(f"{settings.policy} cannot do this convolution: {what} are left to PyTorch")
     return _conv2d(*arguments)  # type: ignore[no-any-return]
-
-
-def _cuda_flags() -> tuple[Any, ...]:
-    cudnn = torch.backends.cudnn
-    # `cudnn.allow_tf32` would raise where recurrent networks have another setting.
-    return (cudnn.enabled, cudnn.benchmark, cudnn.deterministic, _fp32_precision("cuda", "conv"))
 
 
 def _hashable(value: Any) -> Any:

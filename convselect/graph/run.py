@@ -14,6 +14,7 @@ from convselect.aten.arguments import problem_of, valid
 from convselect.aten.strides import result_strides
 from convselect.choice.choose import NATIVE, Choice, forced
 from convselect.eager.execution import choice_for, execute, params_of
+from convselect.kernels import _cuda_flags
 from convselect.kernels.pool import BY_NAME
 from convselect.lru import LRU, Entry, on_clear
 from convselect.problem import ConvProblem, Direction, layout_of
@@ -59,10 +60,6 @@ _mkldnn_enabled: Any = torch._C._get_mkldnn_enabled
 _fp32_precision: Any = torch._C._get_fp32_precision_getter
 
 
-def _cuda_flags() -> tuple[bool, bool]:
-    return torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic
-
-
 def run(
     direction: Direction,
     a: Tensor,
@@ -81,7 +78,7 @@ def run(
         target and (*target.size, *target.stride), *stride, *padding, *dilation, groups, algorithm, in_force,
         # What may change between two runs of a graph.
         _threads(), _deterministic(), _mkldnn_enabled(),
-        _fp32_precision("mkldnn", "conv") if a.is_cpu else _cuda_flags(),
+        _fp32_precision("mkldnn", "conv") if a.is_cpu else _cuda_flags.state(),
     )  # fmt: skip
     plan = plans.entries.get(key)
     if plan is None:
