@@ -21,7 +21,7 @@ class Tiny(TritonAlgorithm):
             return "it is for dense 1x1 kernels"
         return None
 
-    def workspace_bytes(self, problem: ConvProblem) -> int:
+    def workspace_bytes(self, problem: ConvProblem, params: Params = None) -> int:
         return 2 * problem.bytes
 
     def error_grade(self, problem: ConvProblem) -> Grade:

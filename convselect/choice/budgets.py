@@ -40,7 +40,7 @@ def over_budget(algorithm: Algorithm, problem: ConvProblem, settings: Settings) 
         return "it is disabled (CONVSELECT_DISABLE or use(disable=...))"
     if problem.deterministic and not algorithm.deterministic(problem):
         return "its results may differ from run to run, and deterministic ones are asked for"
-    if settings.batch_invariant and problem.device != "cpu" and type(algorithm).ready is not Algorithm.ready:
+    if settings.batch_invariant and problem.device != "cpu" and algorithm.may_be_unready:
         return "native runs until it is ready, so results would not be those of an image alone"
     grade = algorithm.error_grade(problem)
     if grade > GRADE_OF_PRECISION[settings.precision]:

@@ -89,7 +89,7 @@ def _attempt(choice: Choice, a: Tensor, b: Tensor, problem: ConvProblem, bias: T
     if failing and _rests(algorithm.name, problem):
         return None
     try:
-        if not forced and not algorithm.ready(problem, choice.params):
+        if not forced and algorithm.may_be_unready and not algorithm.ready(problem, choice.params):
             return None
         result: Tensor | None = without_autocast(algorithm.run_checked, a, b, problem, choice.params, bias)
     except Exception as error:

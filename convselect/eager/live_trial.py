@@ -123,7 +123,8 @@ class LiveTrial:
             name = self._turn(device)
             if name is None:
                 return self._otherwise(run)
-            if name != NATIVE and not BY_NAME[name].ready(self.problem, self.params_of(name)):
+            algorithm = BY_NAME[name]
+            if algorithm.may_be_unready and not algorithm.ready(self.problem, self.params_of(name)):
                 self._postpone(name)
                 return self._otherwise(run)
             return self._timed(name, run, device)

@@ -145,8 +145,7 @@ def _params_still_valid(
     space = algorithm.space(problem)
     if space is None or not space.is_valid(problem, params):
         return False
-    workspace_bytes: Any = algorithm.workspace_bytes  # with parameters if there is a space
-    return bool(workspace_bytes(problem, params) <= settings.workspace_bytes)
+    return algorithm.workspace_bytes(problem, params) <= settings.workspace_bytes
 
 
 def params_of(name: str, problem: ConvProblem, settings: Settings) -> Mapping[str, Any] | None:

@@ -58,6 +58,10 @@ class Algorithm(ABC):
     (transform methods). Dispatch then checks the result and hands such a call to native. (Infinite weights are no
     measure: whether a weight that meets only padding gives 0 * inf differs between instruction sets in native.)"""
 
+    may_be_unready: bool = False
+    """Whether `ready` has to be asked before each automatic call: something may have to be compiled first, or a switch
+    of the process may stand against it. False saves a cached call the question."""
+
     @abstractmethod
     def why_not(self, problem: ConvProblem) -> str | None:
         """None where the algorithm applies; otherwise one sentence for the user that says why it does not."""
@@ -68,8 +72,9 @@ class Algorithm(ABC):
         return None
 
     @abstractmethod
-    def workspace_bytes(self, problem: ConvProblem) -> int:
-        """Upper bound on the peak of extra memory, in bytes, beyond operands and result."""
+    def workspace_bytes(self, problem: ConvProblem, params: Params = None) -> int:
+        """Upper bound on the peak of extra memory, in bytes, beyond operands and result, that `run` takes with `params`
+        (which are not checked; a bound may hold for all of them)."""
 
     @abstractmethod
     def error_grade(self, problem: ConvProblem) -> Grade: ...
@@ -102,8 +107,8 @@ class Algorithm(ABC):
         return None
 
     def ready(self, problem: ConvProblem, params: Params = None) -> bool:
-        """Whether a call would run at once. Where something has to be compiled first, this starts it elsewhere and says
-        no; an automatic choice then runs native. Never waits."""
+        """Whether a call would run at once; asked only if `may_be_unready`. If something has to be compiled first, this
+        starts it elsewhere and says no; an automatic choice then runs native. Never waits."""
         return True
 
     def run(self, a: Tensor, b: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:

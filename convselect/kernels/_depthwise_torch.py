@@ -110,7 +110,7 @@ class DepthwiseByNative(Algorithm):
         weight_gradient = problem.direction == Direction.BACKWARD_WEIGHT
         return Grade.CLOSE if weight_gradient and problem.element_bytes > 2 else Grade.DIRECT
 
-    def workspace_bytes(self, problem: ConvProblem) -> int:
+    def workspace_bytes(self, problem: ConvProblem, params: Params = None) -> int:
         p, multiplier = problem, problem.K // problem.C
         if p.direction == Direction.BACKWARD_WEIGHT:
             rows, images = _band_rows(p), p.N * p.C

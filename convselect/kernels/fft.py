@@ -34,6 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from convselect.kernels import _library
+from convselect.kernels._c_algorithm import CAlgorithm
 from convselect.kernels._common import compute_dtype
 from convselect.kernels._contract import Algorithm, Grade, Params
 from convselect.kernels._cuda_flags import product_rounds_too_much
@@ -47,7 +48,7 @@ from convselect.kernels._fft_plan import (
     tile_side,
 )
 from convselect.kernels._space import Parameter, Space, Values
-from convselect.kernels._tuning import in_order, slots, within
+from convselect.kernels._tuning import within
 from convselect.problem import ConvProblem, Direction
 
 
@@ -303,6 +304,7 @@ class Fft(Algorithm):
     name = "fft"
     devices = frozenset({"cpu", "cuda"})
     spreads_nonfinite = True
+    may_be_unready = True
 
     def ready(self, problem: ConvProblem, params: Params = None) -> bool:
         return not product_rounds_too_much(problem)
@@ -355,12 +357,10 @@ class Fft(Algorithm):
         return self._compute(x, grad_y, problem.with_direction(Direction.BACKWARD_WEIGHT), params)
 
 
-SLOTS = ("passing_kib",)
-"""Parameters in the order of the slots of `cs_conv.tune`: csrc/convselect.h."""
 _PASSING = Parameter("passing_kib", (256, 512, 1024, 2048, 4096))
 
 
-class FftTiled(Fft):
+class FftTiled(CAlgorithm, Fft):
     """Overlapping tiles. An axis that is no longer than a tile is transformed whole.
 
     Parameters: `tile`, their side; in the C kernel `passing_kib`, spectra of the operand that is not kept. A tile alone
@@ -369,6 +369,8 @@ class FftTiled(Fft):
 
     name = "fft_tiled"
     revision = 2
+    kernel = "cs_fft"
+    slots = ("passing_kib",)
 
     def _tile(self, problem: ConvProblem, params: Params) -> int:
         if params is None or "tile" not in params:
@@ -378,8 +380,8 @@ class FftTiled(Fft):
             raise ValueError(f"tile {tile} must be even and hold the kernel's extent {problem.kernel_extent}")
         return tile
 
-    def _in_c(self, problem: ConvProblem, params: Params = None) -> int | None:
-        """The side of the C kernel's tiles; None where PyTorch's operations compute: in float64, for dilated kernels,
+    def _in_c(self, problem: ConvProblem, params: Params = None) -> tuple[int, ...] | None:
+        """The side of the C kernel's tiles; None if PyTorch's operations compute: in float64, for dilated kernels,
         for one-row kernels and few channels a group, which leave most of a tile or a vector empty, and for kernels
         that half fill the largest tile."""
         p = problem
@@ -388,9 +390,10 @@ class FftTiled(Fft):
         if min(p.R, p.S) == 1 or max(p.C, p.K) // p.groups < 4:
             return None
         if params is None or "tile" not in params:
-            return kernel_tile_side(p)
-        tile = self._tile(p, params)
-        return tile if tile in KERNEL_TILES else None
+            tile = kernel_tile_side(p)
+        else:
+            tile = self._tile(p, params)
+        return (tile,) if tile in KERNEL_TILES else None
 
     def why_not(self, problem: ConvProblem) -> str | None:
         extent = max(problem.kernel_extent)
@@ -398,41 +401,28 @@ class FftTiled(Fft):
             return f"the kernel spans {extent} elements, tiles take up to {MAX_TILED_EXTENT}: use fft, the whole image"
         return super().why_not(problem)
 
-    def workspace_bytes(self, problem: ConvProblem, params: Params = None) -> int:
-        tile = self._in_c(problem, params)
-        if tile is None:
-            return super().workspace_bytes(problem, params)
-        return _library.workspace_bytes("cs_fft_bytes", problem, (tile,), in_order(params, SLOTS))
+    def batch_invariant(self, problem: ConvProblem) -> bool:
+        return False
+
+    def _without_c(self, a: Tensor, b: Tensor, problem: ConvProblem, params: Params) -> Tensor:
+        return self._compute(a, b, problem, params)
+
+    def _bytes_without_c(self, problem: ConvProblem, params: Params) -> int:
+        return Fft.workspace_bytes(self, problem, params)
 
     def space(self, problem: ConvProblem) -> Space | None:
         if self.why_not(problem) is not None:
             return None
-        usual, in_c = self._in_c(problem), self._in_c(problem) is not None
+        before = self._in_c(problem)
+        in_c, usual = before is not None, tile_side(problem) if before is None else before[0]
         tiles = sides(problem, in_c)
         if not in_c:
-            usual = tile_side(problem)
             # What the C kernel would compute, if it were asked to, is another algorithm than the default.
             tiles = tuple(tile for tile in tiles if self._in_c(problem, {"tile": tile}) is None)
         return _space(self, tiles, usual, in_c) if usual in tiles and (in_c or len(tiles) > 1) else None
 
     def _tune(self, problem: ConvProblem, params: Params) -> tuple[int, ...]:
-        if params is None or params.keys() == {"tile"}:
-            return ()
-        return slots(self, problem, params, SLOTS)
-
-    def _compute(self, a: Tensor, b: Tensor, problem: ConvProblem, params: Params) -> Tensor:
-        tune, tile = self._tune(problem, params), self._in_c(problem, params)
-        if tile is None:
-            return super()._compute(a, b, problem, params)
-        return _library.call("cs_fft", a, b, problem, (tile,), tune=tune)
-
-    def run_checked(
-        self, a: Tensor, b: Tensor, problem: ConvProblem, params: Params = None, bias: Tensor | None = None
-    ) -> Tensor | None:
-        tune, tile = self._tune(problem, params), self._in_c(problem, params)
-        if tile is None:
-            return super().run_checked(a, b, problem, params, bias)
-        return _library.call_checked("cs_fft", a, b, problem, (tile,), bias, tune)
+        return () if params is None or params.keys() == {"tile"} else super()._tune(problem, params)
 
 
 @functools.lru_cache(maxsize=64)
@@ -443,7 +433,7 @@ def _space(algorithm: FftTiled, tiles: tuple[int, ...], usual_tile: int, in_c: b
         parameters, usual = (*parameters, _PASSING), {**usual, "passing_kib": 1024}
 
     def allowed(problem: ConvProblem, values: Values) -> bool:
-        return within(lambda v: algorithm.workspace_bytes(problem, v), usual, values)
+        return within(algorithm, problem, usual, values)
 
     return Space(parameters, lambda _: usual, allowed)
 

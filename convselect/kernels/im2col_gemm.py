@@ -25,7 +25,7 @@ from convselect.kernels._common import cast_bytes, compute_dtype, compute_elemen
 from convselect.kernels._contract import Algorithm, Grade, Params
 from convselect.kernels._cuda_flags import product_rounds_too_much
 from convselect.kernels._space import Parameter, Space, Values
-from convselect.kernels._tuning import slots, within
+from convselect.kernels._tuning import in_slots, within
 from convselect.problem import CHANNELS_LAST, ConvProblem
 
 # Of 1 to 64 MiB, measured on layers of ResNet-18 and VGG-16: level on small images; on 224 x 224, 2 MiB is a quarter
@@ -102,6 +102,7 @@ class Im2colGemm(Algorithm):
 
     name = "im2col_gemm"
     devices = frozenset({"cpu", "cuda"})
+    may_be_unready = True
 
     def why_not(self, problem: ConvProblem) -> str | None:
         return None
@@ -136,7 +137,7 @@ class Im2colGemm(Algorithm):
         return None if p.device != "cpu" or p.is_pointwise or _is_whole_image(p) else _space(self)
 
     def run(self, a: Tensor, b: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
-        slots(self, problem, params, ())  # says so where it is no program
+        in_slots(self, problem, params, ())  # raises if it is no program
         return super().run(a, b, problem, params)
 
     # ---- forward ------------------------------------------------------------------------------------------------
@@ -326,7 +327,7 @@ def _space(algorithm: Im2colGemm) -> Space:
             return True
         # Room for more than all columns twice over is the same program as the next smaller one.
         in_all = p.N * p.C * p.R * p.S * p.P * p.Q * compute_element_bytes(p)
-        return value < 2 * in_all and within(lambda v: algorithm.workspace_bytes(p, v), usual, values)
+        return value < 2 * in_all and within(algorithm, p, usual, values)
 
     return Space((_COLUMN_BYTES,), lambda _: usual, allowed)
 

@@ -126,7 +126,7 @@ class CudnnBenchmark(Algorithm):
             return "PyTorch computes this weight gradient with a kernel of its own, which searches for nothing"
         return None
 
-    def workspace_bytes(self, problem: ConvProblem) -> int:
+    def workspace_bytes(self, problem: ConvProblem, params: Params = None) -> int:
         return native_workspace_bytes(problem) + SEARCH_BYTES
 
     def error_grade(self, problem: ConvProblem) -> Grade:
@@ -180,7 +180,7 @@ class CudnnDepthwise(Algorithm):
     def same_as_native(self, problem: ConvProblem) -> str | None:
         return "PyTorch gives channels_last depthwise convolutions to cuDNN already" if _in_cudnn(problem) else None
 
-    def workspace_bytes(self, problem: ConvProblem) -> int:
+    def workspace_bytes(self, problem: ConvProblem, params: Params = None) -> int:
         return native_workspace_bytes(problem) + SEARCH_BYTES
 
     def error_grade(self, problem: ConvProblem) -> Grade:
@@ -217,7 +217,7 @@ class NativeDepthwise(Algorithm):
             return "PyTorch takes its own depthwise kernel already"
         return None
 
-    def workspace_bytes(self, problem: ConvProblem) -> int:
+    def workspace_bytes(self, problem: ConvProblem, params: Params = None) -> int:
         return native_workspace_bytes(problem)
 
     def error_grade(self, problem: ConvProblem) -> Grade:
@@ -269,7 +269,7 @@ class PaddedChannels(Algorithm):
     def _padded(self, problem: ConvProblem) -> ConvProblem:
         return problem._replace(C=_up(problem.C), K=_up(problem.K))
 
-    def workspace_bytes(self, problem: ConvProblem) -> int:
+    def workspace_bytes(self, problem: ConvProblem, params: Params = None) -> int:
         p = self._padded(problem)
         return native_workspace_bytes(p) + p.x_bytes + p.y_bytes + 2 * p.weight_bytes
 
@@ -335,7 +335,7 @@ class SplitBatch(Algorithm):
         images = -(-problem.N // parts)  # of about the same size
         return [slice(first, min(first + images, problem.N)) for first in range(0, problem.N, images)]
 
-    def workspace_bytes(self, problem: ConvProblem) -> int:
+    def workspace_bytes(self, problem: ConvProblem, params: Params = None) -> int:
         part = self._parts(problem)[0]
         one = problem._replace(N=part.stop - part.start)
         result = one.y_bytes if problem.direction == Direction.FORWARD else one.x_bytes

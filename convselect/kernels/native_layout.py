@@ -42,7 +42,7 @@ class NativeLayout(Algorithm):
             return f"the tensors are {self._layout} already, so this is native"
         return None
 
-    def workspace_bytes(self, problem: ConvProblem) -> int:
+    def workspace_bytes(self, problem: ConvProblem, params: Params = None) -> int:
         p = problem
         return native_workspace_bytes(p) + p.x_bytes + p.y_bytes + p.weight_bytes
 

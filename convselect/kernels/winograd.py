@@ -22,10 +22,11 @@ import math
 
 from torch import Tensor
 
-from convselect.kernels import _library, _winograd_torch, _winograd_transforms
-from convselect.kernels._contract import Algorithm, Grade, Params
+from convselect.kernels import _winograd_torch, _winograd_transforms
+from convselect.kernels._c_algorithm import CAlgorithm
+from convselect.kernels._contract import Grade, Params
 from convselect.kernels._space import STRUCTURE, Parameter, Rule, Space, Values
-from convselect.kernels._tuning import in_order, slots, within
+from convselect.kernels._tuning import within
 from convselect.problem import ConvProblem, Direction
 
 TILES: dict[tuple[int, int], tuple[int, ...]] = {
@@ -47,8 +48,6 @@ _FRAIL_IMAGE = 7
 _FRAIL_RESULTS = 4096
 
 
-SLOTS = ("span_kib", "inputs", "outputs", "team")
-"""Parameters in the order of the slots of `cs_conv.tune`: csrc/convselect.h."""
 _FORWARD = (
     Parameter("team", (0,), STRUCTURE),
     Parameter("span_kib", (128, 256, 512, 1024, 2048, 4096)),
@@ -64,7 +63,7 @@ _GRADIENT = (
 )
 
 
-class Winograd(Algorithm):
+class Winograd(CAlgorithm):
     """F(m x m, r x r), or F(m, r) along one axis.
 
     Parameters of the C kernel: `span_kib`, how many transformed inputs are held at a time; `inputs`, channels summed at
@@ -74,13 +73,13 @@ class Winograd(Algorithm):
 
     revision = 2
     spreads_nonfinite = True  # a tile mixes all its inputs
+    kernel = "cs_winograd"
+    slots = ("span_kib", "inputs", "outputs", "team")
 
     def __init__(self, m: int) -> None:
         self.m = m
         self.name = f"winograd{m}"
-
-    def _in_c(self, problem: ConvProblem) -> bool:
-        return problem.dtype != "float64" and _library.available()
+        self.before = (m,)
 
     def _frail(self, problem: ConvProblem) -> bool:
         return self.m + max(problem.R, problem.S) - 1 >= _FRAIL_POINTS and min(problem.R, problem.S) > 1
@@ -106,21 +105,16 @@ class Winograd(Algorithm):
             return f"Tiles of {self.m} need images of {_FRAIL_IMAGE}x{_FRAIL_IMAGE} or more, in and out."
         return None
 
-    def batch_invariant(self, problem: ConvProblem) -> bool:
-        return self._in_c(problem)  # each result is summed in an order that its place in the image decides
+    def _without_c(self, a: Tensor, b: Tensor, problem: ConvProblem, params: Params) -> Tensor:
+        return _winograd_torch.run(a, b, problem, self.m)
 
-    def workspace_bytes(self, problem: ConvProblem, params: Params = None) -> int:
-        if not self._in_c(problem):
-            return _winograd_torch.workspace_bytes(problem, self.m)
-        return _library.workspace_bytes("cs_winograd_bytes", problem, (self.m,), in_order(params, SLOTS))
+    def _bytes_without_c(self, problem: ConvProblem, params: Params) -> int:
+        return _winograd_torch.workspace_bytes(problem, self.m)
 
     def space(self, problem: ConvProblem) -> Space | None:
         if not self._in_c(problem):
             return None
         return _space(self, problem.direction == Direction.BACKWARD_WEIGHT, problem.threads > 1)
-
-    def _tune(self, problem: ConvProblem, params: Params) -> tuple[int, ...]:
-        return () if params is None else slots(self, problem, params, SLOTS)
 
     def error_grade(self, problem: ConvProblem) -> Grade:
         """Measured in float32 on normal, rectified and smooth data, 1 to 2,048 channels, all directions: the C kernels
@@ -135,27 +129,6 @@ class Winograd(Algorithm):
         if self._frail(problem) and math.prod(problem.result_shape) < _FRAIL_RESULTS:
             return Grade.LOOSE
         return Grade.DIRECT if self.m <= 3 and problem.R == problem.S == 3 else Grade.CLOSE
-
-    def _run(self, a: Tensor, b: Tensor, problem: ConvProblem, params: Params) -> Tensor:
-        if self._in_c(problem):
-            return _library.call("cs_winograd", a, b, problem, (self.m,), tune=self._tune(problem, params))
-        return _winograd_torch.run(a, b, problem, self.m)
-
-    def run_checked(
-        self, a: Tensor, b: Tensor, problem: ConvProblem, params: Params = None, bias: Tensor | None = None
-    ) -> Tensor | None:
-        if not self._in_c(problem):
-            return super().run_checked(a, b, problem, params, bias)
-        return _library.call_checked("cs_winograd", a, b, problem, (self.m,), bias, self._tune(problem, params))
-
-    def forward(self, x: Tensor, weight: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
-        return self._run(x, weight, problem.with_direction(Direction.FORWARD), params)
-
-    def backward_data(self, grad_y: Tensor, weight: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
-        return self._run(grad_y, weight, problem.with_direction(Direction.BACKWARD_DATA), params)
-
-    def backward_weight(self, x: Tensor, grad_y: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
-        return self._run(x, grad_y, problem.with_direction(Direction.BACKWARD_WEIGHT), params)
 
 
 @functools.cache
@@ -177,7 +150,7 @@ def _space(algorithm: Winograd, gradient: bool, shared: bool) -> Space:
             # A block beyond all channels is the same program as the next smaller one.
             if value is not None and value != usual[name] and value >= 2 * channels:
                 return False
-        return within(lambda v: algorithm.workspace_bytes(p, v), usual, values)
+        return within(algorithm, p, usual, values)
 
     rules = (
         Rule("one thread has nothing to share", lambda p, _: p.threads == 1, lambda *_: [{"team": 0}]),

@@ -24,7 +24,7 @@ from convselect.machine.environment import run_environment
 from convselect.measure.measure import measure_problem, operands, threads
 from convselect.measure.rows import NATIVE, Row
 from convselect.problem import ConvProblem, conv_problem
-from convselect.store.store import Store
+from convselect.store.store import Store, pool_fingerprint
 
 BLOCK = 50
 """Problems between two sentinels."""

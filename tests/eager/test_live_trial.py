@@ -375,6 +375,7 @@ def test_a_result_that_native_must_give_is_no_reason_to_leave_the_race(race):
 
 def test_what_is_still_compiling_waits_for_its_turn(race):
     asked = iter(range(1000))
+    race["quick"].may_be_unready = True
     race["quick"].ready = lambda problem, params=None: next(asked) > 5
     assert call_until_settled().choice.algorithm == "quick"
 

@@ -19,7 +19,8 @@ PROGRAM = textwrap.dedent("""
     import gc, json, os, sys, time
     import psutil, torch
     import convselect
-    from convselect.eager import execution, dispatch
+    from convselect.eager import resolve
+    from convselect.eager.plan import plans
     from convselect.model import loaded
     torch.set_num_threads(1)
     policy, shapes = sys.argv[1], [(20 + i // 40, 20 + i % 40) for i in range(1000)]

@@ -42,7 +42,7 @@ def python(code: str, timeout_s: float = 120, **environment: str) -> str:
     """Run code in a fresh process that finds the test helpers; what it prints."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
-        env={**os.environ, "OMP_WAIT_POLICY": "passive", **environment},
+        env={**os.environ, "OMP_WAIT_POLICY": "passive", "PYTHONPATH": os.pathsep.join(sys.path), **environment},
         cwd=TESTS,
         capture_output=True,
         text=True,

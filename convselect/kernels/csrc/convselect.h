@@ -14,7 +14,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define CS_ABI 4 /* raised with every change of a struct or a signature; the loader compares */
+#define CS_ABI 5 /* raised with every change of a struct or a signature; the loader compares */
 
 /* NONFINITE: done, but the result holds an infinity or a NaN that a transform may have spread to its neighbours. */
 enum { CS_OK = 0, CS_NO_MEMORY = 1, CS_UNSUPPORTED = 2, CS_NONFINITE = 3 };

@@ -28,6 +28,8 @@
     X(cs_winograd_bytes, (const cs_conv *conv, int32_t m), (conv, m)) \
     X(cs_fft_bytes, (const cs_conv *conv, int32_t length), (conv, length)) \
     X(cs_direct_bytes, (const cs_conv *conv), (conv))                 \
+    X(cs_depthwise_bytes, (const cs_conv *conv), (conv))              \
+    X(cs_grouped_bytes, (const cs_conv *conv), (conv))                \
     X(cs_direct_packed_bytes, (const cs_conv *conv), (conv))          \
     X(cs_depthwise_packed_bytes, (const cs_conv *conv), (conv))
 

@@ -91,7 +91,7 @@ class DepthwiseTriton(TritonAlgorithm):
     def error_grade(self, problem: ConvProblem) -> Grade:
         return Grade.DIRECT
 
-    def workspace_bytes(self, problem: ConvProblem) -> int:
+    def workspace_bytes(self, problem: ConvProblem, params: Params = None) -> int:
         """Copies of operands in other layouts, the weight by taps, and the partial sums. The layout of grad_y in a
         weight gradient is not known: taken to be another one. Operands that do not begin at a multiple of 16 bytes,
         which views may do, are copied besides."""

@@ -123,7 +123,7 @@ class GroupedTriton(TritonAlgorithm):
     def error_grade(self, problem: ConvProblem) -> Grade:
         return Grade.DIRECT
 
-    def workspace_bytes(self, problem: ConvProblem) -> int:
+    def workspace_bytes(self, problem: ConvProblem, params: Params = None) -> int:
         """Copies in NHWC of operands in other layouts, and partial sums. A weight gradient's problem does not say in
         which layout grad_y comes: taken to be that of x. Nor does one say where operands begin: taken to be at
         multiples of 16 bytes."""

@@ -91,7 +91,7 @@ class LargeDepthwiseTriton(TritonAlgorithm):
     def launches(self, problem: ConvProblem, params: Params = None) -> tuple[Launch, ...]:
         return tuple(step.launch for step in self._steps(problem, params))
 
-    def workspace_bytes(self, problem: ConvProblem) -> int:
+    def workspace_bytes(self, problem: ConvProblem, params: Params = None) -> int:
         """Of the dearest configuration, and as if every operand were strided or misaligned and had to be copied."""
         p = problem
         if p.direction == Direction.FORWARD:

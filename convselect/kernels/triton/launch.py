@@ -419,6 +419,7 @@ class TritonAlgorithm(Algorithm):
     """An algorithm made of Triton launches. `params` is one of `configs(problem)`, by default the first."""
 
     devices = frozenset({"cuda"})
+    may_be_unready = True
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
