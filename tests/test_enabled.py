@@ -9,8 +9,7 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from _parity import OTHER, assert_same, assert_same_run, bound, favouring, run
-from test_functional import algorithms_of
+from _parity import OTHER, algorithms_of, assert_same, assert_same_run, bound, favouring, run
 from torch import nn
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend, EagerAndRecordGraphs
 from torch.overrides import BaseTorchFunctionMode

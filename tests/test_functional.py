@@ -16,6 +16,7 @@ from _parity import (
     NAMES,
     OTHER,
     Favourite,
+    algorithms_of,
     assert_same,
     assert_same_run,
     bound,
@@ -635,21 +636,6 @@ def test_dispatch_modes_see_aten():
 
 
 # ---- policies ---------------------------------------------------------------------------------------------------
-
-
-def algorithms_of(call):
-    """The names of the algorithms that really ran during `call`."""
-    ran = []
-    original = dispatch._execute
-
-    def spying(choice, *rest):
-        ran.append(choice.algorithm)
-        return original(choice, *rest)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dispatch, "_execute", spying)
-        call()
-    return ran
 
 
 def test_contexts_nest_and_arguments_win():

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from test_train import MACHINE, QUICK, synthetic, write
+from synthetic import MACHINE, QUICK, synthetic, write
 
 from benchmarks import ablations, calibration
 from convselect.model import train

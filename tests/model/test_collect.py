@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from test_measure import NATIVE, TINY, Like, raises
+from clocks import NATIVE, TINY, Like, raises
 
 from convselect import timing
 from convselect.machine.environment import MALLOC_VARIABLES, run_environment

@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from test_train import QUICK, synthetic, write
+from synthetic import QUICK, synthetic, write
 
 from convselect.measure.measure import threads
 from convselect.measure.rows import Row

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from places import TESTS
-from test_store_choices import numbered
+from stores import numbered
 
 import convselect
 from convselect import timing
