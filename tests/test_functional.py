@@ -123,6 +123,7 @@ def calls(draw):
     return (x, weight, bias), arguments, draw(st.sampled_from([c for c in CONSUMERS if c != "real"]))
 
 
+@pytest.mark.slow
 @settings(max_examples=120, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(calls())
 def test_values_and_strides_of_random_calls(call):
@@ -188,6 +189,7 @@ def strides_of(function, operands, arguments):
     return y.stride(), *(g.stride() for g in grads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 def test_strides_where_one_channel_or_pixel_leaves_a_choice(dtype):
     """1x1 kernels, one channel, one pixel: the strides of the operands then decide, and aten's backends differ."""
@@ -710,6 +712,7 @@ def python(code, **environment):
     return result.stdout
 
 
+@pytest.mark.process
 def test_environment_sets_the_policy():
     code = """
         import torch, convselect
@@ -863,6 +866,7 @@ def test_eight_threads(monkeypatch):
         assert len(dispatch.plans) <= 16
 
 
+@pytest.mark.process
 def test_fork():
     """A forked child has working caches, also when another thread of the parent held their locks. (Fresh process: a
     parent that has run OpenMP threads cannot fork, with or without us.)"""

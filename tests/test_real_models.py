@@ -25,6 +25,8 @@ from torch import nn
 import convselect
 from convselect.kernels._contract import Grade
 
+pytestmark = pytest.mark.slow
+
 # Name -> what it has that others have not.
 TIMM = {
     "resnet18": "3x3 and strided 1x1",

@@ -14,6 +14,8 @@ from convselect.model import train
 from convselect.model.dataset import Table
 from convselect.model.features import FEATURE_NAMES
 
+pytestmark = pytest.mark.slow
+
 
 def test_feature_sets_leave_out_what_they_say():
     x = train.design(Table.from_rows(synthetic(20)).problems)

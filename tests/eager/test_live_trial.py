@@ -213,6 +213,7 @@ def test_not_in_gradient_checks(race, monkeypatch):
     untouched()
 
 
+@pytest.mark.compile
 def test_not_while_tracing_or_compiling(race):
     layer = convselect.SelectedConv2d(4, 4, 3, padding=1)
     torch.jit.trace(layer, X, check_trace=False)  # a check calls it for real
@@ -287,6 +288,7 @@ def _in_child(queue) -> None:
     queue.put(on_trial()[0].choice.algorithm)
 
 
+@pytest.mark.process
 def test_a_fork_while_a_trial_is_held_does_not_stop_it_in_the_child(race):
     with torch.no_grad():
         convselect.conv2d(X, torch.ones(4, 4, 3, 3), padding=1)

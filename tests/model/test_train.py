@@ -281,6 +281,7 @@ def test_the_margin_stops_harm_that_buys_nothing():
 # ---- training ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_known_rule_is_learnt_and_holds_on_unseen_families():
     table = Table.from_rows(synthetic(600))
     _, figures = train.cross_validate(table, QUICK)
@@ -292,6 +293,7 @@ def test_a_known_rule_is_learnt_and_holds_on_unseen_families():
     assert held_out["slower_than_native_share"] < 0.05
 
 
+@pytest.mark.slow
 def test_logit_differences_are_predicted_log_ratios():
     table = Table.from_rows(synthetic(500))
     x = train.design(table.problems)
@@ -315,6 +317,7 @@ def test_training_is_repeatable_and_leaves_the_generator_and_threads_alone():
     assert not torch.equal(first(x), train.fit(x, table.times_us, train.Recipe(steps=5, seed=1))(x))
 
 
+@pytest.mark.slow
 def test_from_measured_files_to_an_artifact_that_predicts(tmp_path: Path):
     rows = synthetic(300)
     cut = next(i for i, row in enumerate(rows) if row.problem == rows[-1].problem) // 2
