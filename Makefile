@@ -1,5 +1,5 @@
-# Two commands do everything on a fresh machine: `make demo` and `make test`.
-# Both set up $(VENV) first if it is not there. torch is pinned and installed before anything else, so that pip takes the
+# Two commands do everything on a fresh machine: `make demo` and `make test`; while working, `make check` takes two minutes.
+# All set up $(VENV) first if it is not there. torch is pinned and installed before anything else, so that pip takes the
 # CPU build where a file of it is at hand; override with e.g. `make test TORCH=torch==2.10.0`, or leave TORCH empty in an
 # environment that has one. Tests run in WORKERS processes.
 PYTHON ?= python3
@@ -10,10 +10,17 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.convselect-ready
 CSRC := setup.py $(wildcard convselect/kernels/csrc/*)
 
-.PHONY: demo test lint bench docs dist setup install native clean
+# Tests start many processes: none should have to compile its modules again.
+export PYTHONDONTWRITEBYTECODE :=
+
+.PHONY: demo check test lint bench docs dist setup install native clean
 
 demo: $(READY)
 	$(BIN)/convselect demo
+
+# Format, lint, types, and the tests that are quick; pyproject.toml says what the markers mean.
+check: lint
+	$(BIN)/python -m pytest -q -n $(WORKERS) -m "not slow and not process and not compile and not sanitizer and not docs"
 
 test: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile

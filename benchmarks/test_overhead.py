@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
 
 import convselect
 from convselect import lru
+from convselect.doctor import doctor
 from convselect.eager import dispatch
 from convselect.model import loaded
-from convselect.problem import conv_problem
+from convselect.model.features import features
+from convselect.problem import ConvProblem, Direction, conv_problem
+from convselect.store import process
+from convselect.store.store import Decision
+
+LAYER = conv_problem(1, 64, 56, 56, 64, 3, 3, padding=1)
 
 
 @pytest.fixture(autouse=True)
@@ -33,10 +41,38 @@ def test_cached_call(benchmark, kind, grad):
         benchmark(layer, x)
 
 
+def test_problem(benchmark):
+    """Built and hashed: some 2 us."""
+    benchmark(lambda: hash(ConvProblem(Direction.FORWARD, 1, 64, 56, 56, 64, 3, 3, 1, 1, 1, 1, 1, 1)))
+
+
+def test_features(benchmark):
+    """At most 15 us."""
+    benchmark(features, LAYER)
+
+
 def test_prediction(benchmark):
+    """With features at most 49 us, the paper's figure for its network of the same size."""
     predictor = loaded.get()
     assert predictor is not None
-    assert benchmark(predictor.predict, conv_problem(1, 64, 56, 56, 64, 3, 3, padding=1)) is not None
+    assert benchmark(predictor.predict, LAYER) is not None
+
+
+def test_look_up_in_a_store(benchmark, tmp_path):
+    """20 us, budgeted at 60."""
+    process.configure(tmp_path / "store.sqlite")
+    problems = [conv_problem(1, 1 + i, 9, 9, 8, 3, 3) for i in range(500)]
+    for problem in problems:
+        process.remember(Decision(problem, "b", "native", None, "verify", 1.5, 1, 9))
+    process.flush()
+    turns = itertools.cycle(problems)
+    assert benchmark(lambda: process.look_up(next(turns), "b")) is not None
+    process.configure("off")
+
+
+def test_self_test_of_the_doctor(benchmark):
+    """A fifth of a second."""
+    benchmark.pedantic(doctor.examine, rounds=3, warmup_rounds=1)
 
 
 def test_first_call_of_a_new_problem(benchmark):

@@ -15,6 +15,7 @@ from tolerances import FORWARD, NATIVE_16_BIT_FACTOR, WEIGHT_GRADIENT_FACTOR
 
 import convselect
 from convselect.aten import arguments as aten_arguments
+from convselect.eager import plan as eager_plan
 from convselect.kernels._contract import Grade
 from convselect.kernels.pool import ALL, BY_NAME
 from convselect.model import loaded
@@ -171,3 +172,22 @@ def run_or_refuse(
 
 def native(x, weight, bias=None, **arguments):
     return F.conv2d(x, weight, bias, **arguments)
+
+
+def ours(policy):
+    return lambda *operands, **arguments: convselect.conv2d(*operands, policy=policy, **arguments)
+
+
+def algorithms_of(call):
+    """The names of the algorithms that really ran during `call`."""
+    ran = []
+    original = eager_plan.execute
+
+    def spying(choice, *rest):
+        ran.append(choice.algorithm)
+        return original(choice, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(eager_plan, "execute", spying)
+        call()
+    return ran

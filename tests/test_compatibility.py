@@ -8,9 +8,8 @@ import warnings
 
 import pytest
 import torch
-from _parity import OTHER, assert_same, bound, favouring
+from _parity import OTHER, algorithms_of, assert_same, bound, favouring
 from places import ROOT, TESTS
-from test_functional import algorithms_of
 from torch import nn
 from torch.nn.utils import parametrize, prune
 from torch.utils.checkpoint import checkpoint

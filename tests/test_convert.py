@@ -375,6 +375,7 @@ def test_subclasses_of_ours_are_not_reverted():
 # ---- compiled and scripted ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.compile
 def test_compiled_and_scripted_models_still_run():
     model = small_net().eval()
     x = input_()

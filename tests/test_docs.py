@@ -26,6 +26,8 @@ from convselect.doctor import doctor
 from convselect.kernels.pool import BY_NAME
 from convselect.store import process
 
+pytestmark = pytest.mark.docs
+
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 LANGUAGES = {"python", "pycon", "bash", "text", "csv", "json"}

@@ -9,8 +9,7 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from _parity import OTHER, assert_same, assert_same_run, bound, favouring, run
-from test_functional import algorithms_of
+from _parity import OTHER, algorithms_of, assert_same, assert_same_run, bound, favouring, run
 from torch import nn
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend, EagerAndRecordGraphs
 from torch.overrides import BaseTorchFunctionMode
@@ -348,6 +347,7 @@ def test_models_converted_or_not(convert):
     assert len(ran(lambda: model(X))) == (2 if convert else 0)
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("where", ["outside", "inside"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compile(where, backend):
@@ -374,6 +374,7 @@ def test_compile(where, backend):
     assert counter.frame_count == 1
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("over", [(), ("mode",)], ids=str)
 def test_compiled_layers_that_are_native_stay_native(over):
     layer = convselect.SelectedConv2d(4, 6, 3, policy="native")
@@ -389,6 +390,7 @@ def test_compiled_layers_that_are_native_stay_native(over):
     assert targets(lambda x: F.conv2d(x, W)) == [torch.ops.convselect.conv2d.default]
 
 
+@pytest.mark.compile
 def test_compiled_outside_is_not_what_runs_inside_and_back():
     """Dynamo guards on the modes: code compiled outside serves the outside."""
     torch._dynamo.reset()

@@ -14,6 +14,8 @@ import torch.distributed as dist
 
 from convselect.kernels import _library
 
+pytestmark = pytest.mark.docs
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 TESTED = {"serve_resnet50", "train_unet", "large_kernel_convnet", "export_aoti"}
 

@@ -16,6 +16,7 @@ from _parity import (
     NAMES,
     OTHER,
     Favourite,
+    algorithms_of,
     assert_same,
     assert_same_run,
     bound,
@@ -124,6 +125,7 @@ def calls(draw):
     return (x, weight, bias), arguments, draw(st.sampled_from([c for c in CONSUMERS if c != "real"]))
 
 
+@pytest.mark.slow
 @settings(max_examples=120, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(calls())
 def test_values_and_strides_of_random_calls(call):
@@ -189,6 +191,7 @@ def strides_of(function, operands, arguments):
     return y.stride(), *(g.stride() for g in grads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 def test_strides_where_one_channel_or_pixel_leaves_a_choice(dtype):
     """1x1 kernels, one channel, one pixel: the strides of the operands then decide, and aten's backends differ."""
@@ -639,21 +642,6 @@ def test_dispatch_modes_see_aten():
 # ---- policies ---------------------------------------------------------------------------------------------------
 
 
-def algorithms_of(call):
-    """The names of the algorithms that really ran during `call`."""
-    ran = []
-    original = eager_plan.execute
-
-    def spying(choice, *rest):
-        ran.append(choice.algorithm)
-        return original(choice, *rest)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(eager_plan, "execute", spying)
-        call()
-    return ran
-
-
 def test_contexts_nest_and_arguments_win():
     x, weight, bias = operands_for()
 
@@ -726,6 +714,7 @@ def python(code, **environment):
     return result.stdout
 
 
+@pytest.mark.process
 def test_environment_sets_the_policy():
     code = """
         import torch, convselect
@@ -879,6 +868,7 @@ def test_eight_threads(monkeypatch):
         assert len(plans) <= 16
 
 
+@pytest.mark.process
 def test_fork():
     """A forked child has working caches, also when another thread of the parent held their locks. (Fresh process: a
     parent that has run OpenMP threads cannot fork, with or without us.)"""

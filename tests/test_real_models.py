@@ -17,13 +17,15 @@ import types
 
 import pytest
 import torch
+from _parity import algorithms_of
 from fake_model import use_fake
-from test_functional import algorithms_of
 from tolerances import FORWARD, WEIGHT_GRADIENT_FACTOR
 from torch import nn
 
 import convselect
 from convselect.kernels._contract import Grade
+
+pytestmark = pytest.mark.slow
 
 # Name -> what it has that others have not.
 TIMM = {

@@ -7,12 +7,14 @@ import json
 import numpy as np
 import pytest
 import torch
-from test_train import MACHINE, QUICK, synthetic, write
+from synthetic import MACHINE, QUICK, synthetic, write
 
 from benchmarks import ablations, calibration
 from convselect.model import train
 from convselect.model.dataset import Table
 from convselect.model.features import FEATURE_NAMES
+
+pytestmark = pytest.mark.slow
 
 
 def test_feature_sets_leave_out_what_they_say():

@@ -104,6 +104,7 @@ def test_float32_is_tf32_only_where_the_problem_says_so():
 # ---- compiling --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.process
 def test_launches_are_compiled_in_other_processes(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(TESTS), prepend=":")
@@ -118,6 +119,7 @@ def test_launches_are_compiled_in_other_processes(tmp_path, monkeypatch):
     assert _gpu_compile.compile_all([], 90, timing.Deadline(1)) == (set(), {})
 
 
+@pytest.mark.process
 def test_a_compiler_that_crashes_is_started_again_and_given_up_on(monkeypatch):
     pools = []
 

@@ -233,6 +233,7 @@ def test_training_is_repeatable_and_leaves_the_generator_alone(examples):
         train([], ["made_up"], QUICK)
 
 
+@pytest.mark.slow
 def test_held_out_problems_come_near_the_best_program():
     judged = held_out(made_up(50), QUICK, folds=2, widths=(4,))
     told = {name: figures(of) for name, of in judged.items()}

@@ -44,6 +44,7 @@ def test_the_recorded_times_are_whole(real):
         assert len(one.programs().tunable) >= 1
 
 
+@pytest.mark.slow
 def test_the_cost_model_orders_programs_that_it_has_not_seen(real):
     told = search.model_quality(real, "lightgbm", by_problem=False)
     # 1x1 layers are measured no better than their programs differ; elsewhere it is right far more often.
@@ -54,6 +55,7 @@ def test_the_cost_model_orders_programs_that_it_has_not_seen(real):
     assert search.model_quality(transformed, "lightgbm", by_problem=False).pairwise > 0.88
 
 
+@pytest.mark.slow
 def test_evolution_beats_random_search_on_real_times(real):
     some = [one for one in real if "unet" in one.calls][:6]
     told = search.compare_searches(some, [48], 2, 8, "lightgbm")[48]
@@ -62,6 +64,7 @@ def test_evolution_beats_random_search_on_real_times(real):
     assert told["better"] > told["worse"]
 
 
+@pytest.mark.slow
 def test_the_command_compares_on_any_file(tmp_path):
     of = [recorded(problem, 60, seed=i) for i, problem in enumerate(problems()[:3])]
     write_recorded(tmp_path / "times.csv", of, {})

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from test_find_db import LINES
-from test_store import HERE, P1, rows_of
-from test_store_choices import A, B, numbered
+from stores import HERE, LINES, P1, A, B, numbered, rows_of
 from typer.testing import CliRunner
 
 import convselect

@@ -144,6 +144,7 @@ def check(module, x: torch.Tensor, gradient: torch.Tensor | None = None) -> None
             assert torch.equal(module(x[n : n + 1].clone()), y[n : n + 1]), f"y of image {n} without gradients"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("how", ARRANGEMENTS)
 @pytest.mark.parametrize("policy", ["native", "auto", "im2col_gemm", "native_channels_last"])
@@ -300,6 +301,7 @@ def test_functional_convolutions_under_enabled(monkeypatch):
             check(plain, batch("channels_last", 5, 24, 19, 17))
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("policy", ["native", "auto", "im2col_gemm"])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled(monkeypatch, policy, dynamic):

@@ -260,6 +260,7 @@ def test_a_disabled_algorithm_is_refused_with_a_sentence_and_runs_when_forced(mo
             assert choose(CONV3, BY_NAME, all_of_it, predictor=FakePredictor("winograd4")).algorithm == "native"
 
 
+@pytest.mark.compile
 def test_it_holds_for_calls_that_chose_before(monkeypatch):
     use_fake(monkeypatch, "winograd4")
     seen = ran(monkeypatch)
@@ -329,6 +330,7 @@ def test_frozen_models_leave_it_out():
     assert {name for part in report.chosen.values() for name in part.values()} <= {"native", "onednn_packed"}
 
 
+@pytest.mark.process
 def test_the_environment_variable():
     code = (
         "import torch, convselect; from convselect.explain import explain_problem; "
@@ -562,6 +564,7 @@ def test_other_failures_rest_too_and_single_ones_do_not(monkeypatch):
     assert failing.calls == 25
 
 
+@pytest.mark.compile
 def test_backward_passes_and_graphs_survive_it(monkeypatch):
     failing = _Failing(monkeypatch)
     failing.error = MemoryError()

@@ -97,10 +97,12 @@ def on_trial() -> list[LiveTrial]:
 
 def test_the_quick_one_wins_and_every_result_is_right(race):
     weight, bias = torch.randn(4, 4, 3, 3), torch.randn(4)
-    expected = F.conv2d(X, weight, bias, padding=1)
+    # Where the bias is added in a pass of its own, as during a trial, the last bit may differ.
+    expected = F.conv2d(X, weight, bias, padding=1), F.conv2d(X, weight, padding=1) + bias[:, None, None]
     with torch.no_grad():
         for _ in range(60):
-            assert torch.equal(convselect.conv2d(X, weight, bias, padding=1), expected)
+            y = convselect.conv2d(X, weight, bias, padding=1)
+            assert any(torch.equal(y, one) for one in expected)
     (trial,) = on_trial()
     assert trial.choice == Choice("quick", "verify", None, pytest.approx(1000 / 325, rel=1e-6))
     assert len(race["slow"].runs) < 10
@@ -141,11 +143,12 @@ def test_all_three_directions_have_trials_of_their_own(race):
     plain.load_state_dict(layer.state_dict())
     x = X.clone().requires_grad_()
     y = X.clone().requires_grad_()
+    grad = torch.randn_like(X)  # not of the results, whose last bit may differ by how the bias is added
     for _ in range(60):
         for module, leaf in ((layer, x), (plain, y)):
             module.zero_grad()
             leaf.grad = None
-            module(leaf).square().sum().backward()
+            module(leaf).backward(grad)
         assert torch.equal(x.grad, y.grad)
         assert torch.equal(layer.weight.grad, plain.weight.grad)
     assert {t.problem.direction: t.choice.algorithm for t in on_trial()} == dict.fromkeys(Direction, "quick")
@@ -214,6 +217,7 @@ def test_not_in_gradient_checks(race, monkeypatch):
     untouched()
 
 
+@pytest.mark.compile
 def test_not_while_tracing_or_compiling(race):
     layer = convselect.SelectedConv2d(4, 4, 3, padding=1)
     torch.jit.trace(layer, X, check_trace=False)  # a check calls it for real
@@ -288,6 +292,7 @@ def _in_child(queue) -> None:
     queue.put(on_trial()[0].choice.algorithm)
 
 
+@pytest.mark.process
 def test_a_fork_while_a_trial_is_held_does_not_stop_it_in_the_child(race):
     with torch.no_grad():
         convselect.conv2d(X, torch.ones(4, 4, 3, 3), padding=1)
@@ -519,8 +524,10 @@ def test_measure_decides_before_the_first_call_in_every_direction(store, monkeyp
     original = measured.measured
     monkeypatch.setattr(measured, "measured", lambda p, s: asked.append(p.direction) or original(p, s))
     layer = convselect.SelectedConv2d(8, 8, 3, padding=1, policy="measure")
+    # In the layout that y has: if forward is native, as on some machines, gradients are asked for by that one.
+    grad = torch.randn(1, 8, 14, 14)
     for _ in range(3):
-        layer(torch.randn(1, 8, 14, 14, requires_grad=True)).sum().backward()
+        layer(torch.randn(1, 8, 14, 14, requires_grad=True)).backward(grad)
     assert sorted(asked) == sorted(Direction)
     sources = {entry.found.source for entry in resolve.choices.entries.values()}
     assert sources == {"measure"}
@@ -528,7 +535,7 @@ def test_measure_decides_before_the_first_call_in_every_direction(store, monkeyp
     process.flush()
     lru.clear()
     monkeypatch.setattr("convselect.measure.measure.measure_problem", lambda *_, **__: pytest.fail("measured again"))
-    layer(torch.randn(1, 8, 14, 14, requires_grad=True)).sum().backward()
+    layer(torch.randn(1, 8, 14, 14, requires_grad=True)).backward(grad)
     assert {entry.found.source for entry in resolve.choices.entries.values()} == {"store"}
 
 

@@ -136,6 +136,7 @@ def frozen_outputs(model, x):
 # ---- whole networks ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_networks_compute_the_same(name):
     model = he_initialise(ARCHITECTURES[name].build()).eval()
@@ -1116,6 +1117,7 @@ def test_autocast_and_functional_transforms_run_the_original():
     assert str(inspect.signature(model.forward)).startswith("(input")
 
 
+@pytest.mark.process
 def test_without_the_c_library():
     code = (
         "import torch, convselect; from torch import nn; torch.manual_seed(0);"

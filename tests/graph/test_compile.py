@@ -27,6 +27,8 @@ from convselect import NotApplicable, SelectedConv2d, settings, timing
 from convselect.graph import ops
 from convselect.problem import Direction
 
+pytestmark = pytest.mark.compile
+
 OURS = "convselect.conv2d.default"
 ATEN = "aten.convolution.default"
 

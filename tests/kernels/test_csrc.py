@@ -92,6 +92,7 @@ def assert_ran(ran: dict[str, int], names: Iterable[str]) -> None:
             assert len({frozenset(cases) for cases in by_isa.values()}) == 1, f"instruction sets differ: {counts}"
 
 
+@pytest.mark.sanitizer
 @pytest.mark.parametrize("name", ENTRIES)
 def test_no_byte_beside_an_operand_or_result_is_touched(name, built):
     ran = _guarded.run(
@@ -110,6 +111,7 @@ def assert_blocks_ran(ran: dict[str, int]) -> None:
     assert min(ran.values()) > 20
 
 
+@pytest.mark.sanitizer
 def test_no_byte_beside_a_blocks_operands_is_touched(built):
     environment = {"CONVSELECT_LIBRARY": str(built)}
     assert_blocks_ran(_guarded.run(environment, blocks=True, sides=[True, False], random=120, seed=4))
@@ -144,6 +146,7 @@ def sanitized(tmp_path_factory) -> dict[str, str]:
     }
 
 
+@pytest.mark.sanitizer
 def test_sanitizers_have_nothing_to_say(sanitized):
     ran = _guarded.run(sanitized, kernels=list(ENTRIES), sides=[None], random=200, seed=2, listed="one layout")
     assert_ran(ran, ENTRIES)
@@ -160,6 +163,7 @@ BUGS = {
 }
 
 
+@pytest.mark.sanitizer
 @pytest.mark.parametrize("bug", BUGS)
 def test_the_guards_notice(bug, tmp_path):
     """A kernel with one fault each, in place of every other."""
@@ -277,6 +281,7 @@ def test_the_library_exports_its_interface_and_needs_neither_torch_nor_python(bu
 # ---- installing -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.process
 def test_source_and_binary_distributions_hold_the_sources(tree):
     sources = {path.name for path in _guarded.CSRC.iterdir()}
     command(sys.executable, "setup.py", "sdist", "bdist_wheel", cwd=tree)
@@ -312,6 +317,7 @@ print(convselect.__file__)
 """
 
 
+@pytest.mark.process
 def test_without_a_working_compiler_the_package_installs_and_works(tmp_path):
     pytest.importorskip("setuptools")
     tree = copy_of_sources(tmp_path)
@@ -325,10 +331,12 @@ def test_without_a_working_compiler_the_package_installs_and_works(tmp_path):
     assert Path(done.stdout.strip()).is_relative_to(tree)
 
 
+@pytest.mark.process
 def test_switched_off_the_package_works(built):
     command(sys.executable, "-c", USE, CONVSELECT_NO_NATIVE="1", CONVSELECT_LIBRARY=str(built), PYTHONPATH=str(ROOT))
 
 
+@pytest.mark.process
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_the_makefile_builds_what_changed(tmp_path):
     def asked(*changed: str) -> str:

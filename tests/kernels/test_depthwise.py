@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from _memory import peak_extra_bytes
+from pairs import pairwise
 from problems import arranged, operands_of, random_operands, relative_error
 from tolerances import tolerance
 
@@ -14,6 +15,7 @@ from convselect.problem import CHANNELS_LAST, CONTIGUOUS, STRIDED, ConvProblem, 
 
 ALGORITHM = depthwise.ALGORITHMS[0]
 BY_NATIVE = _depthwise_torch.DepthwiseByNative()
+ISA_LEVELS = range(_library.library().cs_best_isa() + 1) if _library.available() else ()
 needs_library = pytest.mark.skipif(not _library.available(), reason="there is no C library")
 DIRECTIONS = pytest.mark.parametrize("direction", list(Direction), ids=str)
 
@@ -38,7 +40,9 @@ AWKWARD = {
 }
 
 
-IMPLEMENTATIONS = pytest.mark.parametrize("algorithm", [ALGORITHM, BY_NATIVE], ids=["chosen", "by native"])
+IMPLEMENTATION = {"algorithm": {"chosen": ALGORITHM, "by native": BY_NATIVE}}
+DIRECTION, LAYOUT = {"direction": list(Direction)}, {"layout": ["contiguous", "channels_last"]}
+IMPLEMENTATIONS = pairwise(IMPLEMENTATION)
 
 
 def check(problem: ConvProblem, layout: str = "contiguous", algorithm=ALGORITHM) -> bool:
@@ -57,10 +61,7 @@ def check(problem: ConvProblem, layout: str = "contiguous", algorithm=ALGORITHM)
     return True
 
 
-@IMPLEMENTATIONS
-@DIRECTIONS
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pairwise(IMPLEMENTATION | DIRECTION | {"dtype": ["float32", "float16", "bfloat16"]} | LAYOUT)
 def test_awkward_problems(algorithm, direction, dtype, layout, nan_memory):
     ran = {
         name for name, p in AWKWARD.items() if check(p._replace(direction=direction, dtype=dtype), layout, algorithm)
@@ -106,26 +107,19 @@ BRANCHES = {
 
 
 @needs_library
-@DIRECTIONS
-@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-@pytest.mark.parametrize("isa", sorted(_library.ISAS.values()))
-def test_every_instruction_set(direction, layout, isa, nan_memory):
-    if isa > _library.library().cs_best_isa():
-        pytest.skip("this processor does not have it")
+@pairwise(DIRECTION | LAYOUT | {"dtype": ["float32", "bfloat16"], "isa": ISA_LEVELS})
+def test_every_instruction_set(direction, layout, dtype, isa, nan_memory):
     for name, problem in {**AWKWARD, **BRANCHES}.items():
-        for dtype in ("float32", "bfloat16"):
-            p = problem._replace(direction=direction, dtype=dtype, layout=layout)
-            operands = operands_of(p, *random_operands(p, layout))
-            want = Reference().run(*(t.double() for t in operands), p._replace(dtype="float64"))
-            got = _library.call("cs_depthwise", *operands, p, isa_level=isa)
-            assert relative_error(got, want) <= tolerance(ALGORITHM, p), name
+        p = problem._replace(direction=direction, dtype=dtype, layout=layout)
+        operands = operands_of(p, *random_operands(p, layout))
+        want = Reference().run(*(t.double() for t in operands), p._replace(dtype="float64"))
+        got = _library.call("cs_depthwise", *operands, p, isa_level=isa)
+        assert relative_error(got, want) <= tolerance(ALGORITHM, p), name
 
 
 @needs_library
-@pytest.mark.parametrize("isa", sorted(_library.ISAS.values()))
+@pytest.mark.parametrize("isa", ISA_LEVELS)
 def test_weight_gradient_of_mixed_layouts(isa):
-    if isa > _library.library().cs_best_isa():
-        pytest.skip("this processor does not have it")
     p = BRANCHES["5x5, stride 2"]._replace(direction=Direction.BACKWARD_WEIGHT)
     x, _, grad_y = random_operands(p)
     want = Reference().run(x.double(), grad_y.double(), p._replace(dtype="float64"))
@@ -203,10 +197,7 @@ MEMORY = {
 }
 
 
-@DIRECTIONS
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-@IMPLEMENTATIONS
+@pairwise(IMPLEMENTATION | DIRECTION | {"dtype": ["float32", "bfloat16"]} | LAYOUT)
 def test_workspace_bound(algorithm, direction, dtype, layout):
     measured = 0
     for name, problem in MEMORY.items():

@@ -16,6 +16,8 @@ from convselect.kernels.pool import BY_NAME
 from convselect.kernels.triton import launch as triton_launch
 from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction, conv_problem
 
+pytestmark = pytest.mark.compile
+
 ALGORITHM = BY_NAME["depthwise_triton"]
 FORWARD, DATA, WEIGHT = Direction
 

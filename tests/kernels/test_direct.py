@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from pairs import pairs, pairwise
 from problems import PROBLEMS, operands_of, random_operands, relative_error
 from tolerances import tolerance
 from torch import Tensor
@@ -54,16 +55,17 @@ def exact(problem: ConvProblem, a: Tensor, b: Tensor) -> Tensor:
 
 
 @every_direction
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_every_instruction_set_agrees_with_the_reference(direction, dtype, nan_memory):
-    for (name, listed), layout, weight_layout in itertools.product(
-        {**PROBLEMS, **LARGER}.items(), LAYOUTS, LAYOUTS[: 1 if direction == Direction.BACKWARD_WEIGHT else 2]
-    ):
+def test_every_instruction_set_agrees_with_the_reference(direction, nan_memory):
+    """Any two of problem, dtype and layouts, in every direction and on every level."""
+    weight_layouts = LAYOUTS[: 1 if direction == Direction.BACKWARD_WEIGHT else 2]
+    problems = list({**PROBLEMS, **LARGER}.items())
+    dtypes = ("float32", "bfloat16", "float16")
+    for (name, listed), dtype, layout, weight_layout in pairs(problems, dtypes, LAYOUTS, weight_layouts):
         p, a, b = prepared(listed._replace(direction=direction, dtype=dtype), layout, weight_layout)
         want = exact(p, a, b)
         for level in LEVELS:
             error = relative_error(_library.call("cs_direct", a, b, p, isa_level=level), want)
-            assert error <= tolerance(DIRECT, p), f"{name} {layout} {weight_layout}, level {level}: {error:.1e}"
+            assert error <= tolerance(DIRECT, p), f"{name} {dtype} {layout} {weight_layout}, {level}: {error:.1e}"
 
 
 @every_direction
@@ -83,10 +85,9 @@ ACTIVATIONS = {None: lambda y: y, "relu": F.relu, "relu6": F.relu6, "silu": F.si
 FROZEN = [PROBLEMS["3x3"], PROBLEMS["1x1"], *LARGER.values(), conv_problem(2, 48, 8, 8, 64, 1, 1)]
 
 
-@every_level
-@every_layout
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pairwise(
+    {"level": LEVELS, "layout": LAYOUTS, "dtype": ["float32", "bfloat16", "float16"], "activation": list(ACTIVATIONS)}
+)
 def test_epilogue_and_frozen_weights(level, layout, dtype, activation, nan_memory):
     for listed in FROZEN:
         p, x, weight = prepared(listed._replace(dtype=dtype), layout, layout)

@@ -11,6 +11,8 @@ from convselect.kernels.triton import launch as triton_launch
 from convselect.kernels.triton.direct import DirectTriton, shipped
 from convselect.problem import CHANNELS_LAST, ConvProblem, Direction, conv_problem
 
+pytestmark = pytest.mark.compile
+
 if triton_launch.interpreting() or not triton_launch.installed():
     pytest.skip("needs Triton's compiler", allow_module_level=True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from _memory import peak_extra_bytes
+from pairs import pairwise
 from problems import arranged, operands_of, random_operands, relative_error
 from tolerances import tolerance
 
@@ -14,6 +15,7 @@ from convselect.problem import ConvProblem, Direction, conv_problem
 
 WHOLE, TILED = fft.ALGORITHMS
 DIRECTIONS = pytest.mark.parametrize("direction", list(Direction), ids=str)
+DIRECTION = {"direction": list(Direction)}
 
 AWKWARD = {
     "no padding": conv_problem(2, 3, 20, 13, 4, 5, 4),
@@ -50,9 +52,7 @@ def check(algorithm, problem: ConvProblem, params=None, layout: str = "contiguou
     assert all(torch.equal(a, b) for a, b in zip(operands, before, strict=True))
 
 
-@DIRECTIONS
-@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
-@pytest.mark.parametrize("name", AWKWARD)
+@pairwise(DIRECTION | {"dtype": ["float32", "float64", "float16", "bfloat16"], "name": list(AWKWARD)})
 def test_awkward_problems(name, dtype, direction, nan_memory):
     problem = AWKWARD[name]._replace(direction=direction, dtype=dtype)
     check(WHOLE, problem)
@@ -189,6 +189,7 @@ def test_fast_lengths():
             assert not (even and length % 2)
 
 
+@pytest.mark.slow
 def test_error_grade(nan_memory):
     """CLOSE is a promise of 1e-5; what is measured on long sums is far below it."""
     for direction in Direction:
@@ -254,10 +255,10 @@ def run_in_c(problem: ConvProblem, operands, tile: int, level: int | None = None
 
 
 @needs_c
-@DIRECTIONS
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-@pytest.mark.parametrize("name", IN_C)
+@pairwise(
+    DIRECTION
+    | {"dtype": ["float32", "bfloat16", "float16"], "layout": ["contiguous", "channels_last"], "name": list(IN_C)}
+)
 def test_every_tile_and_instruction_set(name, layout, dtype, direction, nan_memory):
     problem = IN_C[name]._replace(direction=direction, dtype=dtype, layout=layout, weight_layout=layout)
     operands = operands_of(problem, *random_operands(problem, layout, layout))

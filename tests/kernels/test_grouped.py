@@ -12,6 +12,7 @@ import sys
 import pytest
 import torch
 from _memory import peak_extra_bytes
+from pairs import pairwise
 from problems import operands_of, random_operands, relative_error
 from tolerances import tolerance
 
@@ -80,11 +81,15 @@ def expected(problem: ConvProblem, operands) -> torch.Tensor:
     return Reference().run(*(t.double() for t in operands), problem._replace(dtype="float64"))
 
 
-@ISAS
-@DIRECTIONS
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-@pytest.mark.parametrize("weight_layout", ["contiguous", "channels_last"])
+@pairwise(
+    {
+        "isa_level": ISA_LEVELS,
+        "direction": list(Direction),
+        "dtype": ["float32", "float16", "bfloat16"],
+        "layout": ["contiguous", "channels_last"],
+        "weight_layout": ["contiguous", "channels_last"],
+    }
+)
 def test_awkward_problems(isa_level, direction, dtype, layout, weight_layout, nan_memory):
     for name, problem in AWKWARD.items():
         problem, operands = prepared(problem._replace(direction=direction, dtype=dtype), layout, weight_layout)
@@ -181,6 +186,7 @@ def shared_out() -> str:
     return digest.hexdigest()
 
 
+@pytest.mark.process
 def test_the_same_bits_from_however_many_threads_are_delivered():
     digests = set()
     for limit in ("1", "2", "3"):
@@ -202,9 +208,13 @@ MEMORY = {
 }
 
 
-@DIRECTIONS
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "transposed"])
+@pairwise(
+    {
+        "direction": list(Direction),
+        "dtype": ["float32", "bfloat16"],
+        "layout": ["contiguous", "channels_last", "transposed"],
+    }
+)
 def test_workspace_counts_the_library_too(direction, dtype, layout, monkeypatch):
     for threads in (1, 2):
         torch.set_num_threads(threads)

@@ -16,6 +16,8 @@ from convselect.kernels.triton import launch as triton_launch
 from convselect.kernels.triton.large_depthwise import LargeDepthwiseTriton
 from convselect.problem import Direction, conv_problem
 
+pytestmark = pytest.mark.compile
+
 ALGORITHM = LargeDepthwiseTriton()
 
 

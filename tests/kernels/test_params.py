@@ -95,6 +95,7 @@ def test_every_value_of_every_parameter_is_right(name, problem):
                 assert_right(name, problem, algorithm.run(a, b, problem, params), a, b, params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WITH_SPACE)
 def test_programs_drawn_at_random_on_one_thread_and_two(name):
     source, count = random.Random(name), 0
@@ -148,6 +149,7 @@ def test_spaces_are_large_and_lead_somewhere():
         assert 1 <= len(space.sketches(problem)) < 10
 
 
+@pytest.mark.sanitizer
 def test_no_program_touches_a_byte_beside_an_operand_or_result():
     """At every instruction set and by one to three threads."""
     kernels = ["cs_winograd", "cs_direct", "cs_depthwise", "cs_grouped", "cs_fft"]

@@ -8,6 +8,7 @@ from fractions import Fraction
 import pytest
 import torch
 from _memory import peak_extra_bytes
+from pairs import pairwise
 from tolerances import FORWARD, WEIGHT_GRADIENT_FACTOR
 from torch import Tensor
 
@@ -20,19 +21,18 @@ from convselect.problem import ConvProblem, Direction, conv_problem
 
 IN_TORCH = tuple(_winograd_transforms.POINTS)
 # C kernels in the tiles for 3x3, the PyTorch formulation in those that it has.
-ALL = pytest.mark.parametrize(
-    ("implementation", "algorithm"),
-    [("c", Winograd(m)) for m in TILES[3, 3]] + [("torch", Winograd(m)) for m in IN_TORCH],
-    indirect=["implementation"],
-    ids=lambda value: getattr(value, "name", value),
-)
-ALL_IN_TORCH = pytest.mark.parametrize(
-    ("implementation", "algorithm"),
-    [("torch", Winograd(m)) for m in IN_TORCH],
-    indirect=["implementation"],
-    ids=lambda value: getattr(value, "name", value),
-)
+IN_TORCH_BY_ID = {f"torch-winograd{m}": ("torch", Winograd(m)) for m in IN_TORCH}
+BY_ID = {f"c-winograd{m}": ("c", Winograd(m)) for m in TILES[3, 3]} | IN_TORCH_BY_ID
+
+
+def of_all(axes: dict = {}, which: dict = BY_ID) -> pytest.MarkDecorator:  # noqa: B006
+    """Every implementation and algorithm, each with every value of each axis."""
+    return pairwise({"implementation,algorithm": which} | axes, indirect=["implementation"])
+
+
+ALL, ALL_IN_TORCH = of_all(), of_all(which=IN_TORCH_BY_ID)
 DIRECTIONS = pytest.mark.parametrize("direction", list(Direction), ids=str)
+DIRECTION, LAYOUT = {"direction": list(Direction)}, {"layout": ["contiguous", "channels_last"]}
 REFERENCE = Reference()
 
 
@@ -140,9 +140,7 @@ BOUNDS = {
 }
 
 
-@ALL
-@DIRECTIONS
-@pytest.mark.parametrize(("C", "K"), [(256, 64), (512, 32), (32, 512)])
+@of_all(DIRECTION | {"C,K": {"256-64": (256, 64), "512-32": (512, 32), "32-512": (32, 512)}})
 def test_float32_error(algorithm: Winograd, direction: Direction, C: int, K: int) -> None:
     problem = conv_problem(1, C, 20, 20, K, 3, 3, padding=1, direction=direction)
     a, b = operands(problem)
@@ -191,22 +189,21 @@ AWKWARD = {
     # More than 32 output channels whose transformed weight exceeds a chunk.
     "weight in chunks": conv_problem(1, 300, 7, 8, 260, 3, 3, padding=1),
 }
-PROBLEMS = pytest.mark.parametrize("problem", AWKWARD.values(), ids=AWKWARD)
 
 
-@ALL
-@DIRECTIONS
-@PROBLEMS
-@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@of_all(DIRECTION | {"problem": AWKWARD} | LAYOUT)
 def test_awkward(algorithm: Winograd, direction: Direction, problem: ConvProblem, layout: str) -> None:
     problem = problem._replace(direction=direction, layout=layout, weight_layout=layout)
     check(algorithm, problem, *operands(problem))
 
 
-@ALL
-@DIRECTIONS
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
-@pytest.mark.parametrize("name", ["asymmetric, wide", "multiplier", "groups", "weight in chunks"])
+@of_all(
+    DIRECTION
+    | {
+        "dtype": ["float16", "bfloat16", "float64"],
+        "name": ["asymmetric, wide", "multiplier", "groups", "weight in chunks"],
+    }
+)
 def test_dtypes(algorithm: Winograd, direction: Direction, dtype: str, name: str) -> None:
     problem = AWKWARD[name]._replace(direction=direction, dtype=dtype)
     check(algorithm, problem, *operands(problem))
@@ -252,10 +249,7 @@ def test_direction_follows_the_method(algorithm: Winograd) -> None:
 # ---- blocking and memory --------------------------------------------------------------------------------------------
 
 
-@ALL_IN_TORCH
-@DIRECTIONS
-@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-@pytest.mark.parametrize("tiles", [1, 7, 20])
+@of_all(DIRECTION | LAYOUT | {"tiles": [1, 7, 20]}, IN_TORCH_BY_ID)
 def test_small_blocks(
     algorithm: Winograd, direction: Direction, layout: str, tiles: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -304,9 +298,7 @@ MEMORY = {
 }
 
 
-@ALL_IN_TORCH
-@DIRECTIONS
-@pytest.mark.parametrize("case", MEMORY)
+@of_all(DIRECTION | {"case": list(MEMORY)}, IN_TORCH_BY_ID)
 def test_workspace_is_an_upper_bound(algorithm: Winograd, direction: Direction, case: str) -> None:
     measured, stated = measured_and_stated(algorithm, MEMORY[case]._replace(direction=direction))
     assert measured <= stated
@@ -314,10 +306,13 @@ def test_workspace_is_an_upper_bound(algorithm: Winograd, direction: Direction, 
     assert stated <= 1.5 * measured + winograd._SMALL_BYTES
 
 
-@ALL
-@DIRECTIONS
-@pytest.mark.parametrize("case", ["several blocks", "weight in chunks", "multiplier"])
-@pytest.mark.parametrize("change", [{"layout": "channels_last"}, {"dtype": "bfloat16"}, {"dtype": "float64"}], ids=str)
+@of_all(
+    DIRECTION
+    | {
+        "case": ["several blocks", "weight in chunks", "multiplier"],
+        "change": [{"layout": "channels_last"}, {"dtype": "bfloat16"}, {"dtype": "float64"}],
+    }
+)
 def test_workspace_of_layouts_and_dtypes(
     algorithm: Winograd, direction: Direction, case: str, change: dict[str, str]
 ) -> None:
@@ -419,10 +414,14 @@ def test_nonfinite_input_is_not_hidden(algorithm: Winograd) -> None:
 # ---- other kernels than 3x3 -----------------------------------------------------------------------------------------
 
 
-@DIRECTIONS
-@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize(("R", "S"), [size for size in TILES if size != (3, 3)])
+@pairwise(
+    DIRECTION
+    | LAYOUT
+    | {
+        "dtype": ["float32", "bfloat16", "float16"],
+        "R,S": {f"{R}x{S}": (R, S) for R, S in TILES if (R, S) != (3, 3)},
+    }
+)
 def test_other_kernels(implementation: str, direction: Direction, layout: str, dtype: str, R: int, S: int) -> None:
     """Computed in C for the tiles of the table; a sentence in all other cases."""
     problem = conv_problem(

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from test_measure import NATIVE, TINY, Like, raises
+from clocks import NATIVE, TINY, Like, raises
 
 from convselect import timing
 from convselect.machine.environment import MALLOC_VARIABLES, run_environment
@@ -166,6 +166,7 @@ def test_a_clock_that_does_not_measure_is_found_out():
 # ---- processes of Dask ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.process
 def test_workers_measure_one_at_a_time_and_the_client_writes(store):
     distributed = pytest.importorskip("distributed")
     with (
@@ -217,6 +218,7 @@ def command(*arguments, **options):
     return subprocess.run(line, capture_output=True, text=True, **options)
 
 
+@pytest.mark.process
 def test_the_command_measures_goes_on_and_trains(tmp_path: Path):
     layers, out = tmp_path / "layers.csv", tmp_path / "s.sqlite"
     layers.write_text(LAYERS)
@@ -244,6 +246,7 @@ def test_the_command_measures_goes_on_and_trains(tmp_path: Path):
     assert "not on cpu-of-another-kind" in refused.stderr
 
 
+@pytest.mark.process
 def test_the_command_measures_a_models_own_calls(tmp_path: Path):
     (tmp_path / "mine.py").write_text(
         "from torch import nn\n\ndef net():\n    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 1))\n"
@@ -257,6 +260,7 @@ def test_the_command_measures_a_models_own_calls(tmp_path: Path):
     assert "4 problems measured" in done.stdout
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -275,6 +279,7 @@ def test_the_command_refuses_with_one_line(tmp_path, arguments, message):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "killed"])
 def test_a_stopped_command_can_be_gone_on_with(tmp_path, how):
     (tmp_path / "layers.csv").write_text(LAYERS)
@@ -305,6 +310,7 @@ def test_a_stopped_command_can_be_gone_on_with(tmp_path, how):
     assert len(before) > 20
 
 
+@pytest.mark.process
 def test_the_commands_own_workers_keep_malloc_as_it_is(tmp_path):
     pytest.importorskip("distributed")
     (tmp_path / "layers.csv").write_text(LAYERS)

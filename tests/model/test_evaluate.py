@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from test_train import QUICK, synthetic, write
+from synthetic import QUICK, synthetic, write
 
 from convselect.measure.measure import threads
 from convselect.measure.rows import Row
@@ -248,6 +248,7 @@ def test_a_network_learns_other_peoples_algorithms_and_never_speaks_here(tmp_pat
 # ---- selectors --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gbdt", "lambdarank", "mlp", "resnet18", "neighbour"])
 def test_selectors_learn_a_rule(name):
     pytest.importorskip("lightgbm")
@@ -301,6 +302,7 @@ def command(*arguments):
     return subprocess.run(line, capture_output=True, text=True)
 
 
+@pytest.mark.process
 def test_the_command_judges_selectors_and_draws(tmp_path):
     pytest.importorskip("matplotlib")
     times = write(tmp_path / "times.csv", synthetic(200))
@@ -321,6 +323,7 @@ def test_the_command_judges_selectors_and_draws(tmp_path):
     assert {p.stem for p in (tmp_path / "plots").glob("*.png")} == names
 
 
+@pytest.mark.process
 def test_the_command_says_how_well_runtimes_are_predicted(tmp_path):
     pytest.importorskip("sklearn")
     times = write(tmp_path / "times.csv", synthetic(120))
@@ -332,6 +335,7 @@ def test_the_command_says_how_well_runtimes_are_predicted(tmp_path):
     assert done.stdout.count("mlp, runtime of ") == 3
 
 
+@pytest.mark.process
 def test_the_command_judges_an_artifact(tmp_path):
     times = write(tmp_path / "times.csv", synthetic(200))
     train.train([times], "cpu-x86-avx2", tmp_path, QUICK, n_folds=2)
@@ -343,6 +347,7 @@ def test_the_command_judges_an_artifact(tmp_path):
     assert command(times, "--artifact", tmp_path / "times.csv").returncode == 2
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from synthetic import FAMILIES, MACHINE, QUICK, synthetic, write
 
 from convselect.choice.choose import choose
 from convselect.kernels._contract import GRADE_OF_PRECISION
 from convselect.kernels.pool import BY_NAME
-from convselect.measure.rows import HEADER, Row, environment_path, read_rows, write_rows
+from convselect.measure.rows import HEADER, Row, read_rows, write_rows
 from convselect.model import dataset, evaluate, targets, train
 from convselect.model.dataset import Table, family_of, folds, ratio_target
 from convselect.model.features import FEATURE_NAMES
@@ -24,38 +24,6 @@ from convselect.settings import Settings
 
 NAN = float("nan")
 PROBLEM = conv_problem(1, 8, 9, 9, 8, 3, 3, padding=1)
-QUICK = train.Recipe(steps=120, alpha=4.0)
-FAMILIES = ("alexnet", "bagnet", "convnext", "densenet", "efficientnet", "fbnet", "ghostnet")
-MACHINE = {"family": "cpu-x86-avx2", "host_flags": {"avx512_bf16": False}, "device": "test", "torch": "2.13"}
-
-
-def synthetic(n: int, seed: int = 0) -> list[Row]:
-    """Rows whose best algorithm follows a rule: "gemm" for 1x1, "tiles" for large 3x3 with many channels, else native.
-    The winner is 1.6 times as fast, the others 0.7 times; 3 % noise."""
-    rng = np.random.default_rng(seed)
-    rows = []
-    for i in range(n):
-        C, K, R = int(2 ** rng.uniform(2, 9)), int(2 ** rng.uniform(2, 9)), int(rng.choice([1, 3, 5]))
-        H = int(2 ** rng.uniform(2.5, 6))
-        direction = list(Direction)[rng.integers(3)]
-        problem = conv_problem(int(rng.choice([1, 2, 8])), C, H, H, K, R, R, padding=R // 2, direction=direction)
-        applicable = {"native": 1.0, "gemm": 0.7}
-        if R == 3:
-            applicable["tiles"] = 0.7
-        best = "gemm" if R == 1 else "tiles" if R == 3 and C >= 32 and H >= 14 else "native"
-        applicable[best] = 1.6 if best != "native" else 1.0
-        base = problem.flops / 5e4 + 5
-        model = f"{FAMILIES[i % len(FAMILIES)]}_{i % 3}"
-        for name, speed in applicable.items():
-            time = base / speed * math.exp(rng.normal(0, 0.03))
-            rows.append(Row(model, problem, name, 1, "ok", "thread", time, time, time, time, time, 9))
-    return rows
-
-
-def write(path: Path, rows: list[Row], machine: dict[str, object] = MACHINE) -> Path:
-    write_rows(path, rows)
-    environment_path(path).write_text(json.dumps({"machine": machine}))
-    return path
 
 
 # ---- targets ----------------------------------------------------------------------------------------------------
@@ -292,6 +260,7 @@ def test_the_margin_stops_harm_that_buys_nothing():
 # ---- training ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_known_rule_is_learnt_and_holds_on_unseen_families():
     table = Table.from_rows(synthetic(600))
     _, figures = train.cross_validate(table, QUICK)
@@ -303,6 +272,7 @@ def test_a_known_rule_is_learnt_and_holds_on_unseen_families():
     assert held_out["slower_than_native_share"] < 0.05
 
 
+@pytest.mark.slow
 def test_logit_differences_are_predicted_log_ratios():
     table = Table.from_rows(synthetic(500))
     x = train.design(table.problems)
@@ -326,6 +296,7 @@ def test_training_is_repeatable_and_leaves_the_generator_and_threads_alone():
     assert not torch.equal(first(x), train.fit(x, table.times_us, train.Recipe(steps=5, seed=1))(x))
 
 
+@pytest.mark.slow
 def test_from_measured_files_to_an_artifact_that_predicts(tmp_path: Path):
     rows = synthetic(300)
     cut = next(i for i, row in enumerate(rows) if row.problem == rows[-1].problem) // 2

@@ -10,7 +10,7 @@ import textwrap
 import warnings
 
 from places import TESTS
-from test_store_choices import numbered
+from stores import numbered
 
 import convselect
 from convselect.kernels.pool import BY_NAME

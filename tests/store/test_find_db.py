@@ -3,28 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from stores import LINES
 
 from convselect.problem import Direction, conv_problem
 from convselect.store.find_db import environment_of, parse, read
 
-# Written by hand. Forward: 64 channels, 56x56, 3x3, 128 outputs, stride 2; its gradients swap the two images.
-LINES = """
-64-56-56-3x3-128-28-28-8-1x1-2x2-1x1-0-NCHW-FP32-F=ConvBinWinograd3x3U:0.25,0,miopenConvolutionFwdAlgoWinograd;\
-GemmFwdRest:1.5,1806336,miopenConvolutionFwdAlgoGEMM
-128-28-28-3x3-64-56-56-8-1x1-2x2-1x1-0-NHWC-NHWC-NHWC-FP16-B=ConvHipImplicitGemmBwd:0.125,0,implicit
-128-28-28-3x3-64-56-56-8-1x1-2x2-1x1-0-NCHW-BF16-W=ConvAsmBwdWrW3x3:0.5,64,direct;ConvBad:-0.1,0,direct;ConvWorse:x,0,d
-96-14-14-5x5-96-14-14-1-2x2-1x1-1x1-0-NCHW-FP32-F_g96=miopenConvolutionFwdAlgoDirect:ConvOclDirectFwd,0.01,0,<unused>,k
-64-56-56-3x3-128-56-56-8-1x1-2x2-1x1-0-NCHW-FP32-F=Gemm:1,0,gemm
-32-8-16-16-3x3x3-32-8-16-16-1-1x1x1-1x1x1-1x1x1-0-NCDHW-FP32-F=Gemm3d:1,0,gemm
-64-8-8-1x1-64-8-8-1-0x0-1x1-1x1-0-NCHWc-FP32-F=A:1,0,a
-64-8-8-1x1-64-8-8-1-0x0-1x1-1x1-0-NHWC-NCHW-NCHW-FP32-F=A:1,0,a
-64-8-8-1x1-64-8-8-1-0x0-1x1-1x1-0-NCHW-INT8-F=A:1,0,a
-64-8-8-1x1-64-8-8-1-0x0-1x1-1x1-0-NCHW-INT8INT8INT32-F=A:1,0,a
-64-8-8-1x1-64-8-8-1-0x0-1x1-1x1-0-NCHW-FP16-F_ciFP8_cwFP8=A:1,0,a
-64-8-8-1x1-64-8-8-1-0x0-1x1-1x1-0-NCHW-FP32-F_g5=A:1,0,a
-what is this
-64-what=A:1,0,a
-"""
 FORWARD = conv_problem(8, 64, 56, 56, 128, 3, 3, stride=2, padding=1, device="cuda")
 
 

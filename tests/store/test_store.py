@@ -14,25 +14,14 @@ from pathlib import Path
 
 import pytest
 from places import TESTS
+from stores import HERE, P1, P2, rows_of
 from typer.testing import CliRunner
 
 from convselect.cli import store as cli_store
 from convselect.machine.environment import fingerprint, user_cache
 from convselect.measure.rows import Row
 from convselect.model.dataset import read_measurements
-from convselect.problem import conv_problem
 from convselect.store.store import SCHEMA_VERSION, Store, StoreError, export, is_store, pool_fingerprint
-
-HERE = {"family": "cpu-x86-avx2-c", "device": "a processor", "torch": "2.13.0", "host_flags": {"avx512_bf16": False}}
-P1 = conv_problem(1, 8, 9, 9, 8, 3, 3, padding=1)
-P2 = conv_problem(2, 8, 9, 9, 8, 1, 1, direction="backward_weight", dtype="bfloat16", layout="channels_last", threads=2)
-
-
-def rows_of(problem, *names, us=10.0, repeat=0):
-    return [
-        Row("net", problem, name, 1, "ok", "thread", us + i, us + i + 1, us + i, us + i + 2, us + i + 3, 9, repeat)
-        for i, name in enumerate(names)
-    ]
 
 
 def test_rows_come_back_as_they_went_in(tmp_path):
@@ -138,7 +127,7 @@ def test_an_error_leaves_nothing_of_a_problem(tmp_path):
 WRITER = """
     import sys
     from convselect.store.store import Store
-    from test_store import HERE, rows_of
+    from stores import HERE, rows_of
     from convselect.problem import conv_problem
 
     path, first, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
@@ -159,6 +148,7 @@ def writer(path, first, count):
     )  # fmt: skip
 
 
+@pytest.mark.process
 def test_processes_write_side_by_side(tmp_path):
     path = tmp_path / "s.sqlite"
     writers = [writer(path, 100 * i, 25) for i in range(3)]
@@ -170,6 +160,7 @@ def test_processes_write_side_by_side(tmp_path):
         assert len(store.rows()) == 3 * 25 * 20
 
 
+@pytest.mark.process
 def test_a_killed_writer_leaves_whole_problems(tmp_path):
     path = tmp_path / "s.sqlite"
     process = writer(path, 0, 10**6)

@@ -6,10 +6,8 @@ import datetime
 import sqlite3
 
 import pytest
-from test_store import HERE, P1, P2, rows_of
+from stores import HERE, MARK, P1, P2, A, B, numbered, rows_of
 
-from convselect.machine.environment import fingerprint
-from convselect.problem import conv_problem
 from convselect.store import choices
 from convselect.store import file as store_file
 from convselect.store.file import kind_of, on_network
@@ -17,18 +15,9 @@ from convselect.store.store import (
     SCHEMA_VERSION,
     BusyStoreError,
     DamagedStoreError,
-    Decision,
     Store,
     StoreVersionError,
 )
-
-MARK = fingerprint(HERE)
-A = Decision(P1, "native 8B", "winograd4", {"tile": 4, "cut": [1, 2]}, "verify", 1.5, 3, 12)
-B = Decision(P2, "native 8B", "native", None, "measure", None, 1, 0)
-
-
-def numbered(i):
-    return conv_problem(1, 1 + i, 9, 9, 8, 3, 3)
 
 
 @pytest.fixture

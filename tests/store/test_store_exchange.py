@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from test_store import HERE, P1, P2, rows_of
-from test_store_choices import MARK, A, B
+from stores import HERE, MARK, P1, P2, A, B, rows_of
 
 from convselect.kernels.pool import BY_NAME
 from convselect.model.dataset import read_measurements

@@ -18,11 +18,13 @@ import time
 
 import pytest
 from places import TESTS
-from test_store import HERE, Row
-from test_store_choices import MARK, numbered
+from stores import HERE, MARK, numbered
 
+from convselect.measure.rows import Row
 from convselect.store import file as store_file
 from convselect.store.store import Decision, Store
+
+pytestmark = pytest.mark.process
 
 OPERATIONS = int(os.environ.get("CONVSELECT_TEST_OPERATIONS", 700))
 WORKERS = 8

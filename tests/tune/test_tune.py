@@ -197,6 +197,7 @@ def test_times_of_batches_are_made_comparable(monkeypatch):
     assert [m.time_us for m in (*first, *second)] == pytest.approx([40, 60, 60])
 
 
+@pytest.mark.slow
 def test_only_what_is_clearly_faster_takes_the_defaults_place():
     large = conv_problem(4, 32, 48, 48, 32, 3, 3, padding=1)  # long enough that what dispatch costs does not count
     live = Live(LAPS)
@@ -269,6 +270,7 @@ def process(code: str, store: Path, rows: str = "[1, 2, 4]") -> str:
     return run.stdout
 
 
+@pytest.mark.process
 def test_the_next_process_runs_what_was_tuned(tmp_path):
     store = tmp_path / "store.sqlite"
     process(KEEP, store)
@@ -280,6 +282,7 @@ def test_the_next_process_runs_what_was_tuned(tmp_path):
         assert ran == [{"rows": 4}]
 
 
+@pytest.mark.process
 def test_parameters_that_are_no_longer_valid_are_not_used(tmp_path):
     store = tmp_path / "store.sqlite"
     process(KEEP, store)
@@ -346,6 +349,7 @@ def test_interrupted_it_keeps_what_was_found(own_store, monkeypatch):
         assert [s.decision.source for s in kept.decisions()] == ["tune"]
 
 
+@pytest.mark.process
 def test_targets(tmp_path):
     from convselect.cli import tune
 

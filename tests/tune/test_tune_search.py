@@ -154,6 +154,7 @@ def test_the_defaults_are_measured_first_and_nothing_twice():
         assert len(ran) == len(set(ran)) == tuning.trials == 40
 
 
+@pytest.mark.slow
 def test_evolution_with_a_cost_model_beats_random_search():
     gains, reached = [], []
     for seed in range(2):
