@@ -157,8 +157,7 @@ class StoreFile:
 
     def _open(self) -> None:
         self._db.execute("pragma foreign_keys = on")
-        version = self._version()
-        if version == 0 and not self.read_only and not self._has_tables():
+        if self._version() == 0 and not self.read_only and not self._has_tables():
             self._db.execute("pragma auto_vacuum = incremental")  # takes effect only before the first table
             self._set_journal()
             with self.writing():
@@ -167,10 +166,10 @@ class StoreFile:
                         self._db.execute(statement)
                     self._db.execute(f"pragma application_id = {APPLICATION_ID}")
                     self._db.execute(f"pragma user_version = {SCHEMA_VERSION}")
-            version = self._version()
         if self._db.execute("pragma application_id").fetchone()[0] != APPLICATION_ID:
             raise DamagedStoreError(f"{self.path} is a database of something else")
-        if version != SCHEMA_VERSION:
+        # Read again: another process may have made the tables just now, in one transaction with both numbers.
+        if (version := self._version()) != SCHEMA_VERSION:
             raise StoreVersionError(f"{self.path} has version {version}; this convselect reads {SCHEMA_VERSION}")
         self._check_once()
         if not self.read_only:

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 
 import pytest
@@ -196,8 +197,6 @@ def test_eight_processes_read_and_write_while_they_are_killed(how, journal, tmp_
 
 def test_eight_threads_read_and_write(tmp_path):
     """Each with a connection of its own."""
-    import threading
-
     path, errors = tmp_path / "s.sqlite", []
 
     def run(worker):
@@ -219,3 +218,24 @@ def test_eight_threads_read_and_write(tmp_path):
             for slot, operation in noted(tmp_path / f"notes-{worker}")[1].items():
                 if slot < 1000:
                     assert store.decision(MARK, problem_of(worker, slot), "b").samples == operation
+
+
+def test_threads_make_one_new_store_together(tmp_path):
+    """Whoever finds the tables that another made a moment ago also finds their version."""
+    errors = []
+
+    def make(path, together):
+        together.wait()
+        try:
+            Store(path).close()
+        except Exception as error:
+            errors.append(error)
+
+    for i in range(30):
+        together = threading.Barrier(WORKERS)
+        threads = [threading.Thread(target=make, args=(tmp_path / f"{i}.sqlite", together)) for _ in range(WORKERS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert errors == []
