@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from convselect.kernels import _library
-from convselect.kernels._c_algorithm import CAlgorithm
+from convselect.kernels._c_algorithm import CAlgorithm, why_not_in_c
+from convselect.kernels._common import why_not_depthwise
 from convselect.kernels._contract import Grade, Params
 from convselect.kernels._depthwise_torch import DepthwiseByNative
 from convselect.kernels._space import Parameter, Space, Values
@@ -52,16 +53,10 @@ class Depthwise(CAlgorithm):
     spreads_nonfinite = False
 
     def why_not(self, problem: ConvProblem) -> str | None:
-        p = problem
         if not _library.available():
-            return _BY_NATIVE.why_not(p)
-        if not p.is_depthwise:
-            return "not a depthwise convolution (one input channel per group)"
-        if p.device != "cpu":
-            return "the C kernels run on CPUs"
-        if p.dtype == "float64":
-            return "the C kernels sum in float32, not in float64"
-        return None
+            return _BY_NATIVE.why_not(problem)
+        what = "The depthwise kernel"
+        return why_not_depthwise(what, problem) or why_not_in_c(what, problem)
 
     def same_as_native(self, problem: ConvProblem) -> str | None:
         return None if _library.available() else _BY_NATIVE.same_as_native(problem)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from convselect.kernels import _library
-from convselect.kernels._c_algorithm import CAlgorithm
+from convselect.kernels._c_algorithm import CAlgorithm, why_not_in_c
 from convselect.kernels._common import memory_format
 from convselect.kernels._contract import Grade
 from convselect.kernels._space import STRUCTURE, Parameter, Rule, Space, Values
@@ -35,19 +35,6 @@ FEW_CHANNELS = 16
 
 def _layout(problem: ConvProblem) -> str:
     return CHANNELS_LAST if problem.layout == CHANNELS_LAST else CONTIGUOUS
-
-
-def _why_not(problem: ConvProblem) -> str | None:
-    p = problem
-    if p.device != "cpu":
-        return f"The direct kernel is implemented for CPUs, this problem is on {p.device}."
-    if p.dtype == "float64":
-        return "The direct kernel computes in float32, this problem is in float64."
-    if p.groups > 1 and min(p.C, p.K) // p.groups < FEW_CHANNELS:
-        return f"The direct kernel needs {FEW_CHANNELS} channels per group, this convolution has fewer."
-    if not _library.available():
-        return "The direct kernel needs the C kernels, which this installation was built without."
-    return None
 
 
 # ---- frozen weights -------------------------------------------------------------------------------------------------
@@ -149,7 +136,10 @@ class Direct(CAlgorithm):
     slots = ("order", "tile_rows", "rows_kib", "panels_kib", "group", "pixels")
 
     def why_not(self, problem: ConvProblem) -> str | None:
-        return _why_not(problem)
+        fewest = min(problem.C, problem.K) // problem.groups
+        if problem.groups > 1 and fewest < FEW_CHANNELS:
+            return f"The direct kernel needs {FEW_CHANNELS} channels per group; this convolution has {fewest}."
+        return why_not_in_c("The direct kernel", problem)
 
     def space(self, problem: ConvProblem) -> Space | None:
         gradient = problem.direction == Direction.BACKWARD_WEIGHT

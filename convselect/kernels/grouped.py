@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 
 from convselect.kernels import _library
-from convselect.kernels._c_algorithm import CAlgorithm
+from convselect.kernels._c_algorithm import CAlgorithm, why_not_in_c
 from convselect.kernels._contract import Grade
 from convselect.kernels._space import STRUCTURE, Parameter, Rule, Space, Values
 from convselect.kernels._tuning import within
@@ -42,18 +42,13 @@ class Grouped(CAlgorithm):
     def why_not(self, problem: ConvProblem) -> str | None:
         p = problem
         if p.groups == 1:
-            return "not a grouped convolution"
+            return "The grouped kernel needs a grouped convolution; this one has one group."
         if p.is_depthwise:
-            return "depthwise: with one input channel per group there is nothing to sum over"
-        if max(p.C // p.groups, p.K // p.groups) > MOST_CHANNELS:
-            return f"more than {MOST_CHANNELS} channels per group"
-        if p.device != "cpu":
-            return "the C kernels run on CPUs"
-        if p.dtype == "float64":
-            return "the C kernels sum in float32"
-        if not _library.available():
-            return "needs the C kernels, which this installation was built without"
-        return None
+            return "The grouped kernel needs several input channels per group; this convolution is depthwise."
+        most = max(p.C, p.K) // p.groups
+        if most > MOST_CHANNELS:
+            return f"The grouped kernel needs at most {MOST_CHANNELS} channels per group; this convolution has {most}."
+        return why_not_in_c("The grouped kernel", p)
 
     def error_grade(self, problem: ConvProblem) -> Grade:
         return Grade.DIRECT

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from convselect.kernels import _winograd_torch, _winograd_transforms
 from convselect.kernels._c_algorithm import CAlgorithm
+from convselect.kernels._common import strides
 from convselect.kernels._contract import Grade, Params
 from convselect.kernels._space import STRUCTURE, Parameter, Rule, Space, Values
 from convselect.kernels._tuning import within
@@ -88,21 +89,22 @@ class Winograd(CAlgorithm):
         p = problem
         if (p.R, p.S) not in TILES:
             sizes = ", ".join(f"{R}x{S}" for R, S in TILES)
-            return f"Winograd is implemented for kernels of {sizes}, this one is {p.R}x{p.S}."
+            return f"Winograd needs kernels of {sizes}; this one is {p.R}x{p.S}."
         if p.stride_h != 1 or p.stride_w != 1:
-            return f"Winograd needs stride 1, this convolution has stride {p.stride_h}x{p.stride_w}."
+            return f"Winograd needs stride 1; this convolution has {strides(p)}."
         if p.dil_h != 1 or p.dil_w != 1:
-            return f"Winograd is implemented for dilation 1, this convolution has dilation {p.dil_h}x{p.dil_w}."
+            return f"Winograd needs dilation 1; this convolution has dilation {p.dil_h}x{p.dil_w}."
         if p.device != "cpu":
-            return f"Winograd is implemented for CPUs, this problem is on {p.device}."
+            return f"Winograd runs on CPUs; this problem is on {p.device}."
         if self.m not in TILES[p.R, p.S]:
             tiles = " and ".join(f"winograd{m}" for m in TILES[p.R, p.S])
-            return f"For {p.R}x{p.S} kernels there is {tiles}."
+            return f"Tiles of {self.m} need other kernels; for {p.R}x{p.S} there is {tiles}."
         if ((p.R, p.S) != (3, 3) or self.m not in _winograd_transforms.POINTS) and not self._in_c(p):
-            tile = f"Tiles of {self.m} for {p.R}x{p.S} kernels"
-            return f"{tile} are left to the C kernels, which do not do this: float64, or they are missing."
+            tiles = f"Tiles of {self.m} for {p.R}x{p.S} kernels"
+            return f"{tiles} need the C kernels, which compute in float32; this is float64, or they are missing."
         if self._frail(p) and min(p.H, p.W, p.P, p.Q) < _FRAIL_IMAGE:
-            return f"Tiles of {self.m} need images of {_FRAIL_IMAGE}x{_FRAIL_IMAGE} or more, in and out."
+            least, out = f"{_FRAIL_IMAGE}x{_FRAIL_IMAGE}", f"{p.P}x{p.Q}"
+            return f"Tiles of {self.m} need images of {least} or more; these are {p.H}x{p.W} in and {out} out."
         return None
 
     def _without_c(self, a: Tensor, b: Tensor, problem: ConvProblem, params: Params) -> Tensor:

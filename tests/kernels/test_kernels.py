@@ -52,15 +52,19 @@ def expected(problem: ConvProblem, layout: str, weight_layout: str) -> torch.Ten
     return Reference().run(*(t.double() for t in operands), problem._replace(dtype="float64"))
 
 
+def is_sentence(reason: str) -> bool:
+    return reason[0].isupper() and reason.endswith(".") and "\n" not in reason
+
+
 def check(algorithm: Algorithm, problem: ConvProblem, layout: str = "contiguous", weight_layout: str = "contiguous"):
     """Run one problem and compare; False where the algorithm does not apply."""
     asked = problem
     problem, operands = prepared(problem, layout, weight_layout)
     reason = algorithm.why_not(problem)
     if reason is not None:
-        assert reason.strip()
-        assert "\n" not in reason
+        assert is_sentence(reason), reason
         return False
+    assert algorithm.same_as_native(problem) is None or is_sentence(algorithm.same_as_native(problem))
     copies = [t.clone() for t in operands]
     got = algorithm.run(*operands, problem)
     assert got.shape == problem.result_shape

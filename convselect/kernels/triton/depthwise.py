@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from convselect.kernels._common import strides, why_not_depthwise
 from convselect.kernels._contract import Grade, Params
 from convselect.kernels.triton import launch as triton_launch
 from convselect.kernels.triton.launch import SPLIT_ELEMENTS, Launch, TritonAlgorithm, Value
@@ -37,6 +38,7 @@ MOST_TAPS = 11
 """Rows or columns of a filter. Above, sums of a row no longer fit into registers, and tensor cores win."""
 MOST_STRIDE = 16
 """In backward data, where a tile covers a period of the stride."""
+_WHAT = "The Triton depthwise kernel"
 MODULE = "convselect.kernels.triton.depthwise_kernels"
 
 _WARP = 32
@@ -78,14 +80,14 @@ class DepthwiseTriton(TritonAlgorithm):
 
     def why_not_shape(self, problem: ConvProblem) -> str | None:
         p = problem
-        if not p.is_depthwise:
-            return "not a depthwise convolution (one input channel per group)"
+        if (reason := why_not_depthwise(_WHAT, p)) is not None:
+            return reason
         if max(p.R, p.S) > MOST_TAPS:
-            return f"more than {MOST_TAPS} rows or columns of the filter"
+            return f"{_WHAT} needs a filter of at most {MOST_TAPS}x{MOST_TAPS}; this one is {p.R}x{p.S}."
         if p.direction == Direction.BACKWARD_DATA and max(p.stride) > MOST_STRIDE:
-            return f"a gradient of the input at a stride over {MOST_STRIDE}"
+            return f"{_WHAT} needs strides of at most {MOST_STRIDE} for a data gradient; this one has {strides(p)}."
         if max(p.N * p.C * p.H * p.W, p.N * p.K * p.P * p.Q) >= 2**33:
-            return "more than 2**33 elements"
+            return f"{_WHAT} needs tensors of fewer than 2**33 elements; one has more."
         return None
 
     def error_grade(self, problem: ConvProblem) -> Grade:

@@ -109,10 +109,10 @@ class DirectTriton(TritonAlgorithm):
     def why_not_shape(self, problem: ConvProblem) -> str | None:
         p = problem
         if p.groups != 1:
-            return "a grouped convolution"
+            return "The Triton direct kernel needs one group; this is a grouped convolution."
         pixels = p.N * max((p.H + p.stride_h) * (p.W + p.stride_w), p.P * p.Q)
         if max(2 * pixels, (p.K + 8) * (p.C + 8) * p.R * p.S) >= 2**31:
-            return "more than 2**30 pixels or 2**31 weights: its indices do not count so far"
+            return "The Triton direct kernel needs fewer than 2**30 pixels and 2**31 weights."
         return None
 
     def error_grade(self, problem: ConvProblem) -> Grade:

@@ -110,14 +110,14 @@ class GroupedTriton(TritonAlgorithm):
     def why_not_shape(self, problem: ConvProblem) -> str | None:
         p = problem
         if p.groups == 1:
-            return "not a grouped convolution"
+            return "The Triton grouped kernel needs several groups; this is not a grouped convolution."
         if p.is_depthwise:
-            return "depthwise: with one input channel per group there is nothing to sum over"
+            return "The Triton grouped kernel needs several input channels per group; this convolution is depthwise."
         if p.dtype not in _DTYPES:
-            return f"tensor cores sum in float32, which is not enough for {p.dtype}"
+            return f"The Triton grouped kernel computes on tensor cores in float32; this problem is in {p.dtype}."
         pixels = p.N * max((p.H + p.stride_h) * (p.W + p.stride_w), p.P * p.Q)
         if max(2 * pixels, p.K * (p.C // p.groups) * p.R * p.S) >= 2**31:
-            return "more than 2**30 pixels or 2**31 weights: its indices do not count so far"
+            return "The Triton grouped kernel needs fewer than 2**30 pixels and 2**31 weights."
         return None
 
     def error_grade(self, problem: ConvProblem) -> Grade:

@@ -46,6 +46,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from convselect.kernels._common import why_not_depthwise
 from convselect.kernels._contract import Grade, Params
 from convselect.kernels.triton import launch
 from convselect.kernels.triton.large_depthwise_plan import NAME, RESULT, Step, planned, ranked
@@ -56,26 +57,29 @@ SMALLEST, LARGEST = 7, 64
 """Of the filter's longer side. Smaller ones are bound by memory without tensor cores; larger ones are for the FFT."""
 
 
+_WHAT = "The banded product"
+
+
 class LargeDepthwiseTriton(TritonAlgorithm):
     name = NAME
     spreads_nonfinite = True  # through the zeros of T
 
     def why_not_shape(self, problem: ConvProblem) -> str | None:
         p = problem
-        if not p.is_depthwise:
-            return "not a depthwise convolution"
+        if (reason := why_not_depthwise(_WHAT, p)) is not None:
+            return reason
         if p.K != p.C:
-            return "the banded product is written for one output channel per input channel"
+            return f"{_WHAT} needs one output channel per input channel; this convolution has {p.K // p.C}."
         if p.stride != (1, 1) or p.dilation != (1, 1):
-            return "the banded product is written for stride 1 and dilation 1"
+            return f"{_WHAT} needs stride 1 and dilation 1; this one has {p.stride} and {p.dilation}."
         if not SMALLEST <= max(p.R, p.S) <= LARGEST:
-            return f"the banded product pays for filters with a longer side of {SMALLEST} to {LARGEST}"
+            return f"{_WHAT} needs a filter with a longer side of {SMALLEST} to {LARGEST}; this one is {p.R}x{p.S}."
         if p.dtype == "float64":
-            return "the tensor cores' products are summed in float32"
+            return f"{_WHAT} computes on tensor cores, which sum in float32; this problem is in float64."
         if p.N * max(p.H, p.P) * (max(p.W, p.Q) + 64) >= SPLIT_ELEMENTS:
-            return "one channel of all images has 2**31 pixels or more"
+            return f"{_WHAT} needs fewer than 2**31 pixels in one channel of all images; there are more."
         if not ranked(p, launch.architecture()):
-            return "no configuration fits this GPU's shared memory"
+            return f"{_WHAT} needs shared memory; none of its configurations fits this GPU's."
         return None
 
     def error_grade(self, problem: ConvProblem) -> Grade:

@@ -116,16 +116,18 @@ def interpreting() -> bool:
 
 
 def missing(problem: ConvProblem) -> str | None:
-    """Why no Triton kernel can run for this problem's device; None where one can. Without a GPU at hand problems of one
-    are still answered by their shapes alone, so that choices can be looked at anywhere."""
+    """A sentence why no Triton kernel can run for this problem's device; None if one can. On a machine without a GPU,
+    problems of one are answered by their shapes alone, so that choices can be looked at anywhere."""
     if problem.device == "cpu":
-        return None if interpreting() and installed() else "it runs on NVIDIA GPUs only"
+        return (
+            None if interpreting() and installed() else "Triton algorithms run on NVIDIA GPUs; this problem is on cpu."
+        )
     if not installed():
-        return "it needs Triton, which is not installed"
+        return "Triton algorithms need Triton, which is not installed."
     if torch.version.hip is not None:
-        return "its configurations are for NVIDIA GPUs"
+        return "Triton algorithms need an NVIDIA GPU; this PyTorch is built for AMD GPUs."
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
-        return "it needs a GPU of compute capability 8.0 or newer"
+        return "Triton algorithms need a GPU of compute capability 8.0 or newer; this one is older."
     return None
 
 
