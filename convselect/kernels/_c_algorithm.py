@@ -23,7 +23,7 @@ def why_not_in_c(what: str, problem: ConvProblem) -> str | None:
 
 
 class CAlgorithm(Algorithm):
-    """One kernel of the C library; where it does not compute a problem, PyTorch's operations may (`_without_c`)."""
+    """One kernel of the C library; if it does not compute a problem, PyTorch's operations may (`_without_c`)."""
 
     kernel: str
     """The kernel's name in csrc/kernels.h; its scratch memory is asked of the function `<kernel>_bytes`."""

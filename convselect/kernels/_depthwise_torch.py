@@ -67,7 +67,7 @@ def _band_rows(p: ConvProblem) -> int:
 
 
 def _band_height(p: ConvProblem, rows: int) -> int:
-    """Padded rows of x that so many rows of y are made of."""
+    """Padded rows of x that `rows` rows of y are made of."""
     return (rows - 1) * p.stride_h + p.kernel_extent[0]
 
 

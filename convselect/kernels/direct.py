@@ -57,8 +57,8 @@ def pack(weight: Tensor, problem: ConvProblem, isa_level: int | None = None) -> 
         float32, one-dimensional; in channels_last up to 15 output channels per group longer than the weight.
 
     Raises:
-        MemoryError: where scratch memory could not be had.
-        ValueError: where the weight is not the problem's.
+        MemoryError: if scratch memory is not available.
+        ValueError: if the weight is not the problem's.
     """
     if weight.shape != problem.weight_shape or weight.dtype != problem.torch_dtype or not weight.is_cpu:
         raise ValueError(f"a weight {weight.dtype} {tuple(weight.shape)} for {problem}")
@@ -88,8 +88,8 @@ def forward_packed(
         activation: "relu", "relu6", "silu" or None.
 
     Raises:
-        MemoryError: where scratch memory could not be had.
-        ValueError: where a tensor is not what the problem says.
+        MemoryError: if scratch memory is not available.
+        ValueError: if a tensor is not what the problem says.
     """
     p, form = problem, memory_format(problem)
     conv, floats = _frozen(p, torch.get_num_threads(), _library.isa() if isa_level is None else isa_level)

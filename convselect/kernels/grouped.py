@@ -5,7 +5,7 @@
     backward data    the same sum with input and output exchanged, one phase of the stride at a time
     backward weight  grad_w[k, c, r, s] = sum over n, p, q of grad_y[n, k, p, q] * x[n, group(k) * C/G + c, p', q']
 
-Libraries compute a group as a small matrix product, which leaves most of a vector empty where a group has 4 or 8
+Libraries compute a group as a small matrix product, which leaves most of a vector empty if a group has 4 or 8
 channels. Here neighbouring groups share a vector of output channels, and a permutation brings each group's input value
 under its lanes. Source of the blocking: Georganas et al., "Anatomy of High-Performance Deep Learning Convolutions on
 SIMD Architectures", SC 2018. 16-bit operands are widened as they are packed, summed in float32 and rounded once.

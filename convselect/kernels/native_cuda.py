@@ -1,8 +1,8 @@
 """PyTorch's own convolutions on NVIDIA GPUs, taken by other doors than `torch.conv2d` goes through.
 
     cudnn_benchmark    cuDNN, whose engine is found by timing the candidates once per shape instead of by its heuristics
-    cudnn_depthwise    cuDNN where PyTorch would take its own depthwise kernel
-    native_depthwise   PyTorch's own depthwise kernel where it would take cuDNN
+    cudnn_depthwise    cuDNN if PyTorch would take its own depthwise kernel
+    native_depthwise   PyTorch's own depthwise kernel if it would take cuDNN
     padded_channels    channels filled up with zeros to multiples of 8, without which 16-bit tensor cores stay idle
     split_batch        the batch in parts whose tensors have fewer than 2**31 elements, over which engines fall off
 
@@ -36,7 +36,7 @@ SPLIT_ELEMENTS = 2**31
 CHANNEL_STEP = 8
 """16 bytes of 16-bit channels: what tensor cores load at a time."""
 SEARCH_BYTES = 256 * 2**20
-"""cuDNN's own workspace while it searches; PyTorch hands out what an engine asks for if there is so much."""
+"""cuDNN's own workspace while it searches; PyTorch gives an engine what it asks for if there is enough."""
 
 REMEMBERED = 10_000
 """Searches; PyTorch keeps as many."""
@@ -305,7 +305,7 @@ def _filled(t: Tensor, first: int, second: int) -> Tensor:
     format = torch.channels_last if last else torch.contiguous_format
     filled = torch.empty(
         (first, second, *t.shape[2:]), dtype=t.dtype, device=t.device, memory_format=format
-    )  # and zeros only where nothing is copied
+    )  # zeros only in the parts that are not copied
     filled[: t.shape[0], : t.shape[1]] = t
     filled[: t.shape[0], t.shape[1] :] = 0
     filled[t.shape[0] :] = 0

@@ -9,7 +9,7 @@ With d the (m + r - 1)^2 inputs that a tile of m x m outputs sees, g the kernel,
 
 For each of the (m + r - 1)^2 positions the sum over channels (or tiles) is a matrix product. `csrc/winograd.inc`
 computes it for the kernel sizes of `TILES`; `_winograd_torch.py` for 3x3 kernels and m = 2, 4, 6 in float64, and in
-every element type where the C library is missing. Networks for ImageNet have images of 7 * 2^k pixels, which tiles of
+every element type if the C library is missing. Networks for ImageNet have images of 7 * 2^k pixels, which tiles of
 7 x 7 cover without waste.
 
 Sources: Winograd 1980, "Arithmetic complexity of computations"; Lavin & Gray 2015, arXiv 1509.09308.
@@ -42,7 +42,7 @@ TILES: dict[tuple[int, int], tuple[int, ...]] = {
 """Kernel size -> sizes m of an output tile. Larger tiles lose too many digits, and smaller ones never won."""
 
 _FRAIL_POINTS = 9
-"""With so many points m + r - 1 an error is near the bound: these want an image of `_FRAIL_IMAGE` pixels or more (of
+"""With this many points m + r - 1 an error is near the bound: these want an image of `_FRAIL_IMAGE` pixels or more (of
 those outputs that see more padding than image little is left but the difference of large numbers), and count as
 `Grade.CLOSE` from `_FRAIL_RESULTS` results on (the error of fewer is a matter of luck)."""
 _FRAIL_IMAGE = 7

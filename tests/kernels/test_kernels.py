@@ -57,7 +57,7 @@ def is_sentence(reason: str) -> bool:
 
 
 def check(algorithm: Algorithm, problem: ConvProblem, layout: str = "contiguous", weight_layout: str = "contiguous"):
-    """Run one problem and compare; False where the algorithm does not apply."""
+    """Run one problem and compare; False if the algorithm does not apply."""
     asked = problem
     problem, operands = prepared(problem, layout, weight_layout)
     reason = algorithm.why_not(problem)

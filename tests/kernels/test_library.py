@@ -161,6 +161,24 @@ def test_structs_are_as_the_header_has_them():
     assert re.search(rf"#define CS_ABI {_library.ABI}\b", header)
 
 
+@needs_library
+def test_a_call_passes_few_frames_of_python():
+    p = TYPICAL[0]
+    x, weight, _ = random_operands(p)
+    arguments = (x, weight, p, None, torch.randn(p.K))
+    algorithm = next(a for a in ALL if a.name == "winograd4")
+    algorithm.run_checked(*arguments)
+    files: list[str] = []
+    before = sys.getprofile()
+    sys.setprofile(lambda frame, event, _: files.append(frame.f_code.co_filename) if event == "call" else None)
+    try:
+        algorithm.run_checked(*arguments)
+    finally:
+        sys.setprofile(before)
+    assert len(files) <= 7
+    assert {os.path.basename(file) for file in files} == {"_c_algorithm.py", "_library.py"}
+
+
 # ---- arguments --------------------------------------------------------------------------------------------------
 
 SEEN = conv_problem(2, 3, 5, 6, 4, 3, 3, padding=1)
