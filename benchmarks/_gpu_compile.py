@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from convselect import timing
 from convselect.kernels.pool import ALL
-from convselect.kernels.triton import launch as triton_launch
+from convselect.kernels.triton import launch as launcher
 from convselect.kernels.triton.launch import Launch, TritonAlgorithm
 from convselect.problem import ConvProblem
 
@@ -42,7 +42,7 @@ def _in_worker() -> None:
 
 def _compile(launch: Launch, arch: int) -> str | None:
     try:
-        triton_launch.compiled(launch, arch)
+        launcher.compiled(launch, arch)
     except Exception as error:  # whatever the compiler finds
         return f"{type(error).__name__}: {error}"
     return None

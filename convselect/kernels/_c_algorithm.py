@@ -10,8 +10,20 @@ from convselect.kernels._tuning import in_order, in_slots
 from convselect.problem import ConvProblem, Direction
 
 
+def why_not_in_c(what: str, problem: ConvProblem) -> str | None:
+    """Why no kernel of the C library computes on this device, in this element type or at all: a sentence about `what`,
+    None if one may."""
+    if problem.device != "cpu":
+        return f"{what} runs on CPUs; this problem is on {problem.device}."
+    if problem.dtype == "float64":
+        return f"{what} computes in float32; this problem is in float64."
+    if not _library.available():
+        return f"{what} needs the C kernels, which this installation was built without."
+    return None
+
+
 class CAlgorithm(Algorithm):
-    """One kernel of the C library; where it does not compute a problem, PyTorch's operations may (`_without_c`)."""
+    """One kernel of the C library; if it does not compute a problem, PyTorch's operations may (`_without_c`)."""
 
     kernel: str
     """The kernel's name in csrc/kernels.h; its scratch memory is asked of the function `<kernel>_bytes`."""

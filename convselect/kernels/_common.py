@@ -23,3 +23,14 @@ def cast_bytes(problem: ConvProblem, *element_counts: int) -> int:
 
 def memory_format(problem: ConvProblem) -> torch.memory_format:
     return torch.channels_last if problem.layout == CHANNELS_LAST else torch.contiguous_format
+
+
+def why_not_depthwise(what: str, problem: ConvProblem) -> str | None:
+    """Why `what`, an algorithm for depthwise convolutions, does not apply: a sentence, None if it does."""
+    if problem.is_depthwise:
+        return None
+    return f"{what} needs one input channel per group and several groups; this is not a depthwise convolution."
+
+
+def strides(problem: ConvProblem) -> str:
+    return f"stride {problem.stride_h}x{problem.stride_w}"

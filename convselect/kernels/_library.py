@@ -69,7 +69,7 @@ class Block(ctypes.Structure):
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The loaded library; None where there is none, it is switched off, or it is of another version of the package.
+    """The loaded library; None if there is none, it is switched off, or it is of another version of the package.
 
     `CONVSELECT_LIBRARY` names another build of it, for example one with sanitizers.
     """
@@ -114,7 +114,7 @@ class _Call(NamedTuple):
 
 @functools.cache
 def _function(name: str, before: int, pointers: int = 4, result: Any = ctypes.c_int32) -> Any:
-    """A function of the library as an object of its own, whose argument types nobody else sets: ints then pass as
+    """A function of the library as an object of its own, whose argument types no other code sets: ints then pass as
     pointers. It takes a `cs_conv`, `before` integers and `pointers` pointers: a kernel's operands, result, epilogue."""
     loaded = library()
     assert loaded is not None
@@ -271,7 +271,7 @@ def workspace_bytes(query: str, problem: ConvProblem, before: tuple[int, ...] = 
     says, and dense copies of operands.
 
     Raises:
-        NotImplementedError: where the kernel does not apply.
+        NotImplementedError: if the kernel does not apply.
     """
     conv = _conv(problem, CONTIGUOUS, CONTIGUOUS, problem.threads, isa(), tune)
     scratch: int = _function(query, len(before), 0, ctypes.c_int64)(ctypes.byref(conv), *before)
@@ -311,7 +311,7 @@ def network(x: Any, normalise: Sequence[Any], layers: Sequence[tuple[Any, Any, A
         x: the input (n,); numpy float32, as all that follows.
         normalise: low, high, mean, scale, target: vectors (n,).
         layers: (matrix (rows, columns), source (columns,), target (rows,), rectified) each; vectors contiguous. Vectors
-            are used where they lie, matrices are copied. All must stay alive, which the function sees to.
+            are used where they lie, matrices are copied. The function keeps all of them alive.
     """
     import numpy as np
 

@@ -13,7 +13,7 @@ MORE_BYTES = 32 * 2**20
 
 
 def in_slots(algorithm: Algorithm, problem: ConvProblem, params: Params, order: tuple[str, ...]) -> tuple[int, ...]:
-    """The values of `params` in the kernel's order of parameters, 0 where it decides; () if there are none.
+    """The values of `params` in the kernel's order of parameters, 0 if it decides; () if there are none.
 
     Raises:
         ValueError: if `params` is no program of the algorithm on this problem.
@@ -33,7 +33,7 @@ def _in_slots(
 
 
 def in_order(params: Params, order: tuple[str, ...]) -> tuple[int, ...]:
-    """The values of `params` in this order, 0 where it has none; unchecked, for questions about workspaces."""
+    """The values of `params` in this order, 0 if it has none; unchecked, for questions about workspaces."""
     return () if not params else tuple(params.get(name, 0) for name in order)
 
 

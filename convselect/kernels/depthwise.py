@@ -5,7 +5,7 @@
     backward data    the same sum over grad_y with reversed taps, one phase of the stride at a time
     backward weight  grad_w[k, r, s] = sum over n, p, q of grad_y[n, k, p, q] * x[n, k // M, p', q']
 
-Libraries fall off a cliff where a kernel is large, in a weight gradient from 5x5 on; here one register tiling serves
+Libraries are many times slower for large kernels, in a weight gradient from 5x5 on; here one register tiling serves
 all sizes. Source of the blocking: Georganas et al., "Anatomy of High-Performance Deep Learning Convolutions on SIMD
 Architectures", SC 2018. Float32 images in channels_last order under kernels of 3 or 5 columns are read where they lie
 (csrc/depthwise_rows.inc), others are copied to a slab; frozen weights may be packed once (`pack`). 16-bit operands are
@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from convselect.kernels import _library
-from convselect.kernels._c_algorithm import CAlgorithm
+from convselect.kernels._c_algorithm import CAlgorithm, why_not_in_c
+from convselect.kernels._common import why_not_depthwise
 from convselect.kernels._contract import Grade, Params
 from convselect.kernels._depthwise_torch import DepthwiseByNative
 from convselect.kernels._space import Parameter, Space, Values
@@ -52,16 +53,10 @@ class Depthwise(CAlgorithm):
     spreads_nonfinite = False
 
     def why_not(self, problem: ConvProblem) -> str | None:
-        p = problem
         if not _library.available():
-            return _BY_NATIVE.why_not(p)
-        if not p.is_depthwise:
-            return "not a depthwise convolution (one input channel per group)"
-        if p.device != "cpu":
-            return "the C kernels run on CPUs"
-        if p.dtype == "float64":
-            return "the C kernels sum in float32, not in float64"
-        return None
+            return _BY_NATIVE.why_not(problem)
+        what = "The depthwise kernel"
+        return why_not_depthwise(what, problem) or why_not_in_c(what, problem)
 
     def same_as_native(self, problem: ConvProblem) -> str | None:
         return None if _library.available() else _BY_NATIVE.same_as_native(problem)
@@ -100,7 +95,7 @@ def _space(algorithm: Depthwise, parameters: tuple[Parameter, ...]) -> Space:
 
 @functools.lru_cache(maxsize=4096)
 def packed_floats(problem: ConvProblem) -> int | None:
-    """How many floats `pack` makes; None where no kernel takes a packed weight: it takes float32 in channels_last with
+    """How many floats `pack` makes; None if no kernel takes a packed weight: it takes float32 in channels_last with
     one output channel per input channel, 3 or 5 taps in a row and strides 1 or 2."""
     p = problem.with_direction(Direction.FORWARD)
     if not p.is_depthwise or p.device != "cpu" or p.dtype != "float32" or p.layout != CHANNELS_LAST:
@@ -116,7 +111,7 @@ def pack(weight: Tensor, problem: ConvProblem) -> Tensor:
     """The weight (C, 1, R, S) in the order in which `cs_depthwise_frozen` reads it: float32, one-dimensional.
 
     Raises:
-        ValueError: where no kernel takes it.
+        ValueError: if no kernel takes it.
     """
     floats = packed_floats(problem)
     if floats is None or weight.shape != problem.weight_shape or weight.dtype != torch.float32:

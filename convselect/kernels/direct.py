@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from convselect.kernels import _library
-from convselect.kernels._c_algorithm import CAlgorithm
+from convselect.kernels._c_algorithm import CAlgorithm, why_not_in_c
 from convselect.kernels._common import memory_format
 from convselect.kernels._contract import Grade
 from convselect.kernels._space import STRUCTURE, Parameter, Rule, Space, Values
@@ -35,19 +35,6 @@ FEW_CHANNELS = 16
 
 def _layout(problem: ConvProblem) -> str:
     return CHANNELS_LAST if problem.layout == CHANNELS_LAST else CONTIGUOUS
-
-
-def _why_not(problem: ConvProblem) -> str | None:
-    p = problem
-    if p.device != "cpu":
-        return f"The direct kernel is implemented for CPUs, this problem is on {p.device}."
-    if p.dtype == "float64":
-        return "The direct kernel computes in float32, this problem is in float64."
-    if p.groups > 1 and min(p.C, p.K) // p.groups < FEW_CHANNELS:
-        return f"The direct kernel needs {FEW_CHANNELS} channels per group, this convolution has fewer."
-    if not _library.available():
-        return "The direct kernel needs the C kernels, which this installation was built without."
-    return None
 
 
 # ---- frozen weights -------------------------------------------------------------------------------------------------
@@ -70,8 +57,8 @@ def pack(weight: Tensor, problem: ConvProblem, isa_level: int | None = None) -> 
         float32, one-dimensional; in channels_last up to 15 output channels per group longer than the weight.
 
     Raises:
-        MemoryError: where scratch memory could not be had.
-        ValueError: where the weight is not the problem's.
+        MemoryError: if scratch memory is not available.
+        ValueError: if the weight is not the problem's.
     """
     if weight.shape != problem.weight_shape or weight.dtype != problem.torch_dtype or not weight.is_cpu:
         raise ValueError(f"a weight {weight.dtype} {tuple(weight.shape)} for {problem}")
@@ -101,8 +88,8 @@ def forward_packed(
         activation: "relu", "relu6", "silu" or None.
 
     Raises:
-        MemoryError: where scratch memory could not be had.
-        ValueError: where a tensor is not what the problem says.
+        MemoryError: if scratch memory is not available.
+        ValueError: if a tensor is not what the problem says.
     """
     p, form = problem, memory_format(problem)
     conv, floats = _frozen(p, torch.get_num_threads(), _library.isa() if isa_level is None else isa_level)
@@ -149,7 +136,10 @@ class Direct(CAlgorithm):
     slots = ("order", "tile_rows", "rows_kib", "panels_kib", "group", "pixels")
 
     def why_not(self, problem: ConvProblem) -> str | None:
-        return _why_not(problem)
+        fewest = min(problem.C, problem.K) // problem.groups
+        if problem.groups > 1 and fewest < FEW_CHANNELS:
+            return f"The direct kernel needs {FEW_CHANNELS} channels per group; this convolution has {fewest}."
+        return why_not_in_c("The direct kernel", problem)
 
     def space(self, problem: ConvProblem) -> Space | None:
         gradient = problem.direction == Direction.BACKWARD_WEIGHT

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from convselect.kernels import _library
 from convselect.kernels._c_algorithm import CAlgorithm
-from convselect.kernels._common import compute_dtype
+from convselect.kernels._common import compute_dtype, strides
 from convselect.kernels._contract import Algorithm, Grade, Params
 from convselect.kernels._cuda_flags import product_rounds_too_much
 from convselect.kernels._fft_plan import (
@@ -315,9 +315,9 @@ class Fft(Algorithm):
     def why_not(self, problem: ConvProblem) -> str | None:
         p = problem
         if p.stride_h != 1 or p.stride_w != 1:
-            return f"a transform computes every output, of which stride {p.stride} keeps a part: unit stride only"
+            return f"A Fourier transform needs stride 1; this convolution has {strides(p)}."
         if p.R == 1 and p.S == 1:
-            return "a 1x1 kernel has nothing to gain from a transform"
+            return "A Fourier transform needs a kernel of several taps; a 1x1 kernel gains nothing from it."
         return None
 
     def workspace_bytes(self, problem: ConvProblem, params: Params = None) -> int:
@@ -398,7 +398,7 @@ class FftTiled(CAlgorithm, Fft):
     def why_not(self, problem: ConvProblem) -> str | None:
         extent = max(problem.kernel_extent)
         if extent > MAX_TILED_EXTENT:
-            return f"the kernel spans {extent} elements, tiles take up to {MAX_TILED_EXTENT}: use fft, the whole image"
+            return f"Tiles need a kernel of at most {MAX_TILED_EXTENT} elements; this one spans {extent}: use fft."
         return super().why_not(problem)
 
     def batch_invariant(self, problem: ConvProblem) -> bool:

@@ -5,7 +5,7 @@
     backward data    the same sum with input and output exchanged, one phase of the stride at a time
     backward weight  grad_w[k, c, r, s] = sum over n, p, q of grad_y[n, k, p, q] * x[n, group(k) * C/G + c, p', q']
 
-Libraries compute a group as a small matrix product, which leaves most of a vector empty where a group has 4 or 8
+Libraries compute a group as a small matrix product, which leaves most of a vector empty if a group has 4 or 8
 channels. Here neighbouring groups share a vector of output channels, and a permutation brings each group's input value
 under its lanes. Source of the blocking: Georganas et al., "Anatomy of High-Performance Deep Learning Convolutions on
 SIMD Architectures", SC 2018. 16-bit operands are widened as they are packed, summed in float32 and rounded once.
@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 
 from convselect.kernels import _library
-from convselect.kernels._c_algorithm import CAlgorithm
+from convselect.kernels._c_algorithm import CAlgorithm, why_not_in_c
 from convselect.kernels._contract import Grade
 from convselect.kernels._space import STRUCTURE, Parameter, Rule, Space, Values
 from convselect.kernels._tuning import within
@@ -42,18 +42,13 @@ class Grouped(CAlgorithm):
     def why_not(self, problem: ConvProblem) -> str | None:
         p = problem
         if p.groups == 1:
-            return "not a grouped convolution"
+            return "The grouped kernel needs a grouped convolution; this one has one group."
         if p.is_depthwise:
-            return "depthwise: with one input channel per group there is nothing to sum over"
-        if max(p.C // p.groups, p.K // p.groups) > MOST_CHANNELS:
-            return f"more than {MOST_CHANNELS} channels per group"
-        if p.device != "cpu":
-            return "the C kernels run on CPUs"
-        if p.dtype == "float64":
-            return "the C kernels sum in float32"
-        if not _library.available():
-            return "needs the C kernels, which this installation was built without"
-        return None
+            return "The grouped kernel needs several input channels per group; this convolution is depthwise."
+        most = max(p.C, p.K) // p.groups
+        if most > MOST_CHANNELS:
+            return f"The grouped kernel needs at most {MOST_CHANNELS} channels per group; this convolution has {most}."
+        return why_not_in_c("The grouped kernel", p)
 
     def error_grade(self, problem: ConvProblem) -> Grade:
         return Grade.DIRECT

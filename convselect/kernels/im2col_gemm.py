@@ -46,7 +46,7 @@ def _element_bytes(p: ConvProblem) -> int:
 
 
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """`torch.bmm(a, b)` unrounded: in float32 where a and b are 16-bit matrices."""
+    """`torch.bmm(a, b)` unrounded: in float32 if a and b are 16-bit matrices."""
     if a.element_size() > 2:
         return torch.bmm(a, b)
     return torch.bmm(a, b, out_dtype=torch.float32) if a.is_cuda else torch.bmm(a.float(), b.float())
@@ -184,7 +184,7 @@ class Im2colGemm(Algorithm):
     def _columns_contiguous(
         self, x: Tensor, p: ConvProblem, params: Params
     ) -> Iterator[tuple[int, int, int, int, Tensor]]:
-        """Chunks of the unfolded image as (images, G, C/G*R*S, pixels); a view where the kernel is 1x1."""
+        """Chunks of the unfolded image as (images, G, C/G*R*S, pixels); a view if the kernel is 1x1."""
         G = p.groups
         if p.is_pointwise:
             yield 0, p.N, 0, p.P, x.reshape(p.N, G, p.C // G, -1)
@@ -211,7 +211,7 @@ class Im2colGemm(Algorithm):
     def _columns_channels_last(
         self, x: Tensor, p: ConvProblem, params: Params
     ) -> Iterator[tuple[int, int, int, int, Tensor]]:
-        """Chunks of the unfolded image as (G, pixels, R*S*C/G); a view where the kernel is 1x1."""
+        """Chunks of the unfolded image as (G, pixels, R*S*C/G); a view if the kernel is 1x1."""
         G = p.groups
         if p.is_pointwise:
             pixels = x.permute(0, 2, 3, 1).reshape(-1, G, p.C // G)
@@ -264,7 +264,7 @@ class Im2colGemm(Algorithm):
         return grad.view(p.x_shape)
 
     def _back_columns(self, part: Tensor, g: Tensor) -> Tensor:
-        """part (groups, c, k) @ g (images, groups, k, pixels); unrounded where both are 16-bit."""
+        """part (groups, c, k) @ g (images, groups, k, pixels); unrounded if both are 16-bit."""
         if part.element_size() > 2:
             return torch.matmul(part, g)
         product = _wide_product(part.expand(g.shape[0], -1, -1, -1).flatten(0, 1), g.flatten(0, 1))

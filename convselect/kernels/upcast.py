@@ -24,7 +24,7 @@ class Upcast(Algorithm):
 
     def why_not(self, problem: ConvProblem) -> str | None:
         if problem.element_bytes > 2:
-            return f"{problem.dtype} needs no cast to float32"
+            return f"Upcasting needs 16-bit tensors; {problem.dtype} needs no cast to float32."
         return None
 
     def workspace_bytes(self, problem: ConvProblem, params: Params = None) -> int:

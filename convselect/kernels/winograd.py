@@ -9,7 +9,7 @@ With d the (m + r - 1)^2 inputs that a tile of m x m outputs sees, g the kernel,
 
 For each of the (m + r - 1)^2 positions the sum over channels (or tiles) is a matrix product. `csrc/winograd.inc`
 computes it for the kernel sizes of `TILES`; `_winograd_torch.py` for 3x3 kernels and m = 2, 4, 6 in float64, and in
-every element type where the C library is missing. Networks for ImageNet have images of 7 * 2^k pixels, which tiles of
+every element type if the C library is missing. Networks for ImageNet have images of 7 * 2^k pixels, which tiles of
 7 x 7 cover without waste.
 
 Sources: Winograd 1980, "Arithmetic complexity of computations"; Lavin & Gray 2015, arXiv 1509.09308.
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from convselect.kernels import _winograd_torch, _winograd_transforms
 from convselect.kernels._c_algorithm import CAlgorithm
+from convselect.kernels._common import strides
 from convselect.kernels._contract import Grade, Params
 from convselect.kernels._space import STRUCTURE, Parameter, Rule, Space, Values
 from convselect.kernels._tuning import within
@@ -41,7 +42,7 @@ TILES: dict[tuple[int, int], tuple[int, ...]] = {
 """Kernel size -> sizes m of an output tile. Larger tiles lose too many digits, and smaller ones never won."""
 
 _FRAIL_POINTS = 9
-"""With so many points m + r - 1 an error is near the bound: these want an image of `_FRAIL_IMAGE` pixels or more (of
+"""With this many points m + r - 1 an error is near the bound: these want an image of `_FRAIL_IMAGE` pixels or more (of
 those outputs that see more padding than image little is left but the difference of large numbers), and count as
 `Grade.CLOSE` from `_FRAIL_RESULTS` results on (the error of fewer is a matter of luck)."""
 _FRAIL_IMAGE = 7
@@ -88,21 +89,22 @@ class Winograd(CAlgorithm):
         p = problem
         if (p.R, p.S) not in TILES:
             sizes = ", ".join(f"{R}x{S}" for R, S in TILES)
-            return f"Winograd is implemented for kernels of {sizes}, this one is {p.R}x{p.S}."
+            return f"Winograd needs kernels of {sizes}; this one is {p.R}x{p.S}."
         if p.stride_h != 1 or p.stride_w != 1:
-            return f"Winograd needs stride 1, this convolution has stride {p.stride_h}x{p.stride_w}."
+            return f"Winograd needs stride 1; this convolution has {strides(p)}."
         if p.dil_h != 1 or p.dil_w != 1:
-            return f"Winograd is implemented for dilation 1, this convolution has dilation {p.dil_h}x{p.dil_w}."
+            return f"Winograd needs dilation 1; this convolution has dilation {p.dil_h}x{p.dil_w}."
         if p.device != "cpu":
-            return f"Winograd is implemented for CPUs, this problem is on {p.device}."
+            return f"Winograd runs on CPUs; this problem is on {p.device}."
         if self.m not in TILES[p.R, p.S]:
             tiles = " and ".join(f"winograd{m}" for m in TILES[p.R, p.S])
-            return f"For {p.R}x{p.S} kernels there is {tiles}."
+            return f"Tiles of {self.m} need other kernels; for {p.R}x{p.S} there is {tiles}."
         if ((p.R, p.S) != (3, 3) or self.m not in _winograd_transforms.POINTS) and not self._in_c(p):
-            tile = f"Tiles of {self.m} for {p.R}x{p.S} kernels"
-            return f"{tile} are left to the C kernels, which do not do this: float64, or they are missing."
+            tiles = f"Tiles of {self.m} for {p.R}x{p.S} kernels"
+            return f"{tiles} need the C kernels, which compute in float32; this is float64, or they are missing."
         if self._frail(p) and min(p.H, p.W, p.P, p.Q) < _FRAIL_IMAGE:
-            return f"Tiles of {self.m} need images of {_FRAIL_IMAGE}x{_FRAIL_IMAGE} or more, in and out."
+            least, out = f"{_FRAIL_IMAGE}x{_FRAIL_IMAGE}", f"{p.P}x{p.Q}"
+            return f"Tiles of {self.m} need images of {least} or more; these are {p.H}x{p.W} in and {out} out."
         return None
 
     def _without_c(self, a: Tensor, b: Tensor, problem: ConvProblem, params: Params) -> Tensor:

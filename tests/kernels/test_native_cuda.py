@@ -25,7 +25,7 @@ every_layout = pytest.mark.parametrize("layout", ["contiguous", "channels_last",
 
 
 def run(algorithm, problem: ConvProblem, layout: str = "contiguous") -> float | None:
-    """The relative error of one problem said to be on CUDA, on CPU tensors; None where it does not apply."""
+    """The relative error of one problem said to be on CUDA, on CPU tensors; None if it does not apply."""
     x, weight, grad_y = random_operands(problem, layout, layout)
     streamed = grad_y if problem.direction == Direction.BACKWARD_DATA else x
     p = problem._replace(layout=layout_of(streamed), weight_layout=layout_of(weight), device="cuda")
