@@ -8,6 +8,7 @@ compared with the same model in float64. Numbers are printed as they come out, s
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import importlib
 import math
@@ -249,10 +250,10 @@ def run_model(subject: Subject, seconds: float, on_stage: Callable[[str, float],
         DemoError: where the unconverted model does not run forward, backward or in float64.
     """
     x = subject.x
-    native = copy.deepcopy(subject.model).eval()
-    convselect.revert(native)
-    converted = copy.deepcopy(native)
-    report = convselect.convert(converted)
+    native = convselect.revert(copy.deepcopy(subject.model).eval())
+    converted = convselect.convert(copy.deepcopy(native))
+    # What was measured before is of other models.
+    conversion = str(dataclasses.replace(convselect.summary(converted), on_trial=(), measured=()))
 
     on_stage("comparing with float64", 0.0)
     with _blaming(subject, "forward"):
@@ -302,7 +303,7 @@ def run_model(subject: Subject, seconds: float, on_stage: Callable[[str, float],
         }
         speeds.append(timed("training", training, seconds - share))
     return ModelResult(
-        subject.name, tuple(x.shape), str(report), explanation.note, choices, tuple(errors), tuple(speeds)
+        subject.name, tuple(x.shape), conversion, explanation.note, choices, tuple(errors), tuple(speeds)
     )
 
 

@@ -30,6 +30,7 @@ from convselect.problem import ConvProblem, Direction
 from convselect.report.end_to_end import EndToEnd, Spread, end_to_end, infer, step
 from convselect.report.stored import Times, stored_times
 from convselect.store import process
+from convselect.summary import summary
 
 END_TO_END_SHARE = 0.4
 """Of the time given; the rest goes to the layers."""
@@ -180,14 +181,9 @@ def of_model(
         NotApplicable: a policy in force names an algorithm that cannot do one of the layers.
     """
     stored = stored_times(times)
-    native = copy.deepcopy(model).eval()
-    revert(native)
+    native = revert(copy.deepcopy(model).eval())
     converted = copy.deepcopy(model).eval()  # of the model as it is: layers that choose already keep their policies
-    left_alone = {
-        name: reason
-        for name, reason in convert(converted).left_alone.items()
-        if not isinstance(converted.get_submodule(name), SelectedConv2d)
-    }
+    left_alone = summary(convert(converted)).left_alone
     policy = _policy(verify)
     with settings.use(policy):
         on_stage("looking for convolutions", 0.0)
