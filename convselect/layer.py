@@ -20,9 +20,8 @@ _PLAIN_CONV = nn.Conv2d(1, 1, 1, device="meta")
 class SelectedConv2d(nn.Conv2d):
     """Drop-in `torch.nn.Conv2d` that picks its algorithm per shape and direction.
 
-    Same arguments, parameters, state_dict keys, hooks, results and strides. `policy` (None, "auto", "verify",
-    "measure", "native" or an algorithm's name) overrides the context's for this layer; it is an attribute and may be
-    changed at any time.
+    Same arguments, parameters, state_dict keys, hooks, results and strides. `policy` ("auto", "verify", "measure",
+    "native" or an algorithm's name; None for the context's) is an attribute and may be changed at any time.
 
     Raises:
         ValueError: `policy` names no algorithm.
