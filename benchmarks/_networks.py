@@ -80,9 +80,7 @@ def sharing_copy(model: nn.Module) -> nn.Module:
 
 
 def converted(model: nn.Module) -> nn.Module:
-    ours = sharing_copy(model)
-    convselect.convert(ours, policy="auto")
-    return ours
+    return convselect.convert(sharing_copy(model), policy="auto")
 
 
 def distance(got: Iterable[Tensor], exact: Iterable[Tensor]) -> float:
@@ -98,8 +96,7 @@ def distance(got: Iterable[Tensor], exact: Iterable[Tensor]) -> float:
 
 
 def _frozen(model: nn.Module, x: Tensor) -> Side:
-    ours = copy.deepcopy(model)
-    convselect.freeze(ours, x)
+    ours = convselect.freeze(copy.deepcopy(model), x)
     return lambda: ours(x)
 
 

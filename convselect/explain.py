@@ -31,11 +31,11 @@ class Row:
     Attributes:
         layer: the layer's name in the model, "" for a problem on its own.
         source: where the choice came from: "forced", "memory", "store", "model", "verify" or "measure" (timed in this
-            process), "trial" (being timed), "fallback" (native, since nothing speaks for anything else).
+            process), "trial" (being timed), "fallback" (native, since there is no reason for another).
         probability, gain: the model's probability for the algorithm, among those that apply, and predicted speed
-            relative to native; None where the model was not asked.
+            relative to native; None if the model was not asked.
         why_not: for every other algorithm, one sentence.
-        params: tuned or predicted parameters of the algorithm; None: its default.
+        params: tuned parameters of the algorithm; None for its default.
         predicted: predicted speed relative to native, for every algorithm that may be chosen automatically here.
     """
 
@@ -53,7 +53,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The rows of a table; `str()` prints it, `to_json()` hands it on. `details()` adds every reason."""
+    """A table: `str()` is for reading, `to_json()` for programs. `details()` adds every reason."""
 
     rows: tuple[Row, ...]
     note: str = ""
@@ -71,8 +71,8 @@ class Explanation:
     def summary(self) -> dict[str, dict[str, Any]]:
         """Direction -> {"algorithms": name -> number of rows, most frequent first, "gain": times native's speed}.
 
-        The gain is over all rows of the direction, as if native took equally long for every operation: native's times
-        are not known without timing. None where no row has a gain.
+        The gain is over all rows of the direction, weighted by FLOPs: native's times are not known without timing. None
+        if no row has a gain.
         """
         found: dict[str, dict[str, Any]] = {}
         for direction in dict.fromkeys(row.direction for row in self.rows):
@@ -106,7 +106,7 @@ class Explanation:
         return "\n".join([*lines, self.note] if self.note else lines)
 
     def details(self) -> str:
-        """The table, and below it per row why each other algorithm was not taken."""
+        """The table, and per row why each other algorithm was not chosen."""
         lines = [str(self)]
         for row in self.rows:
             params = "".join(f" {name}={value}" for name, value in (row.params or {}).items())
@@ -116,17 +116,18 @@ class Explanation:
 
 
 def explain_problem(problem: ConvProblem, *, layer: str = "", policy: str | None = None) -> Explanation:
-    """What is chosen for one problem and why nothing else is.
+    """What is chosen for one problem, and why each other algorithm is not.
 
     Raises:
-        NotApplicable, ValueError: a forced policy that cannot do it, or names no algorithm.
+        NotApplicable: the forced policy cannot do this problem.
+        ValueError: the policy names no algorithm.
     """
     current = settings.current()
     return Explanation((_row(layer, problem, current if policy is None else settings.with_policy(current, policy)),))
 
 
 def explain(target: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:
-    """Run `target(*inputs)` once, forward only, and tell what every convolution in it chooses, per direction.
+    """Run `target(*inputs)` once, forward only, and say what every convolution in it chooses, per direction.
 
     Args:
         target: a layer or a model; plain `nn.Conv2d` layers are explained as if they were converted.
@@ -134,7 +135,7 @@ def explain(target: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:
 
     Returns:
         A row per layer and shape for the forward direction, and for each gradient that training would need under the
-        current grad mode. Prints well.
+        current grad mode.
 
     The module's buffers (batch-norm statistics) and its training mode are left as they were.
     """
@@ -213,7 +214,7 @@ def _number(value: float | None) -> str:
 
 
 def _table(header: tuple[str, ...], cells: Sequence[tuple[str, ...]]) -> str:
-    """By rich where it is installed, in plain columns where it is not: the table must not cost a dependency."""
+    """By rich if it is installed, else in plain columns: the table must not need a dependency."""
     try:
         from rich import box
         from rich.console import Console

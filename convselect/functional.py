@@ -1,4 +1,4 @@
-"""`convselect.conv2d`: the same arguments as `torch.nn.functional.conv2d`, and one more."""
+"""`convselect.conv2d`: `torch.nn.functional.conv2d` with one more argument, the policy."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def conv2d(
         weight: (K, C / groups, R, S).
         bias: (K,) or None.
         stride, padding, dilation, groups: as in PyTorch; `padding` also takes "same" and "valid".
-        policy: "auto", "verify", "measure", "native" or the name of an algorithm; None takes the context's
-            (`convselect.use`), then the process's (`CONVSELECT_POLICY`).
+        policy: "auto", "verify", "measure", "native" or the name of an algorithm; None for the context's
+            (`convselect.use`), else the process's (`CONVSELECT_POLICY`).
 
     Returns:
         (N, K, P, Q), or (K, P, Q) for an unbatched input.
@@ -42,9 +42,9 @@ def conv2d(
     Raises:
         NotApplicable: an algorithm named by `policy` cannot do this problem.
         ValueError: `policy` names no algorithm.
-        RuntimeError, TypeError: whatever `torch.nn.functional.conv2d` raises for the same arguments.
+        RuntimeError, TypeError: as `torch.nn.functional.conv2d` for the same arguments.
     """
-    # Ints and pairs, lists and tuples are one and the same call and share one cache entry.
+    # An int and a pair of it are the same call and share one cache entry.
     if type(stride) is int:
         stride = (stride, stride)
     if type(padding) is int:

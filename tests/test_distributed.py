@@ -91,7 +91,7 @@ def test_distributed_data_parallel(tmp_path):
             if channels_last:
                 model = model.to(memory_format=torch.channels_last)
             if how == "converted":
-                assert len(convselect.convert(model).converted) == 3
+                assert len(convselect.summary(convselect.convert(model)).converted) == 3
             model = DistributedDataParallel(model, gradient_as_bucket_view=True)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             with warnings.catch_warnings(record=True) as caught:

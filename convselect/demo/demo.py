@@ -8,6 +8,7 @@ compared with the same model in float64. Numbers are printed as they come out, s
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import importlib
 import os
@@ -214,10 +215,10 @@ def run_model(subject: Subject, seconds: float, on_stage: Callable[[str, float],
         DemoError: if the unconverted model does not run forward, backward or in float64.
     """
     x = subject.x
-    native = copy.deepcopy(subject.model).eval()
-    convselect.revert(native)
-    converted = copy.deepcopy(native)
-    report = convselect.convert(converted)
+    native = convselect.revert(copy.deepcopy(subject.model).eval())
+    converted = convselect.convert(copy.deepcopy(native))
+    # What was measured before is of other models.
+    conversion = str(dataclasses.replace(convselect.summary(converted), on_trial=(), measured=()))
 
     on_stage("comparing with float64", 0.0)
     with _blaming(subject, "forward"):
@@ -259,7 +260,7 @@ def run_model(subject: Subject, seconds: float, on_stage: Callable[[str, float],
         train_but_dropout(converted)
         speeds.append(timed("training", lambda model: _step(model, x, loss), seconds - share))
     return ModelResult(
-        subject.name, tuple(x.shape), str(report), explanation.note, choices, tuple(errors), tuple(speeds)
+        subject.name, tuple(x.shape), conversion, explanation.note, choices, tuple(errors), tuple(speeds)
     )
 
 

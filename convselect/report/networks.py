@@ -27,6 +27,7 @@ from convselect.model import loaded
 from convselect.report.end_to_end import EndToEnd, Spread, end_to_end, step
 from convselect.store import process
 from convselect.store.times import Times, times_here
+from convselect.summary import summary
 
 if TYPE_CHECKING:
     from convselect.doctor.bench import Row as Timed
@@ -186,11 +187,9 @@ def of_model(
         NotApplicable: a policy in force names an algorithm that cannot do one of the layers.
     """
     stored = times_here(times)
-    native = copy.deepcopy(model).eval()
-    revert(native)
+    native = revert(copy.deepcopy(model).eval())
     converted = copy.deepcopy(model).eval()  # of the model as it is: layers that choose already keep their policies
-    left_alone = convert(converted).left_alone
-    left_alone = {name: why for name, why in left_alone.items() if not _chooses(converted.get_submodule(name))}
+    left_alone = summary(convert(converted)).left_alone
     with settings.use(_policy(verify)):
         on_stage("looking for convolutions", 0.0)
         posed = _posed(converted, x, training)

@@ -203,10 +203,10 @@ def test_a_terminal_gets_a_bar_and_a_pipe_gets_lines() -> None:
 
 
 def test_demo_notices_a_wrong_conversion(monkeypatch) -> None:
-    def spoil(model: nn.Module) -> str:
+    def spoil(model: nn.Module) -> nn.Module:
         with torch.no_grad():
             model[0].weight[0, 0, 0, 0] += 0.1
-        return "spoilt"
+        return model
 
     monkeypatch.setattr(demo.convselect, "convert", spoil)
     subject = demo.Subject("m", nn.Sequential(nn.Conv2d(3, 4, 3)), torch.randn(1, 3, 8, 8))

@@ -125,11 +125,19 @@ class Unpacked(nn.Module):
         return values[0]
 
 
+def unfrozen(model):
+    """In how many parts the model was frozen; it no longer is."""
+    count = len(convselect.summary(model).frozen)
+    assert convselect.unfreeze(model) is model
+    assert convselect.summary(model).frozen == ()
+    return count
+
+
 def frozen_outputs(model, x):
     """(eager output, frozen output at the call that plans, frozen output after it)."""
     with torch.no_grad():
         want = model(x)
-    report = convselect.freeze(model, x)
+    report = convselect.summary(convselect.freeze(model, x))
     return want, model(x), report
 
 
@@ -147,11 +155,11 @@ def test_networks_compute_the_same(name):
     assert distance(got, want) < TOLERANCE
     assert got.stride() == want.stride()
     assert not got.requires_grad
-    assert report.parts == ("",)
+    assert report.frozen == ("",)
     n_norms = sum(isinstance(m, nn.BatchNorm2d) for m in model.modules())
     assert len(report.folded) == n_norms - (name == "replknet_small") * 11  # those that come before a convolution
     assert list(model.state_dict()) == keys
-    assert convselect.unfreeze(model) == 1
+    assert unfrozen(model) == 1
     with torch.no_grad():
         assert torch.equal(model(x), want)
     assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
@@ -159,23 +167,23 @@ def test_networks_compute_the_same(name):
 
 def test_another_size_and_batch_plan_anew():
     model = randomised(nn.Sequential(conv_bn(3, 8, activation=nn.ReLU()), nn.MaxPool2d(2), conv_bn(8, 8)))
-    report = convselect.freeze(model, torch.randn(1, 3, 16, 16))
+    convselect.freeze(model, torch.randn(1, 3, 16, 16))
     for shape in ((1, 3, 20, 12), (3, 3, 16, 16), (1, 3, 16, 16)):
         x = torch.randn(shape)
         for _ in range(2):
             assert distance(model(x), eager(model, x)) < CONV
-    assert len(report.chosen) == 3
+    assert len(convselect.summary(model).inputs) == 3
 
 
 @use_forced
 def test_many_sizes_stop_measuring_and_stay_right():
     model = randomised(nn.Sequential(conv_bn(2, 4, activation=nn.ReLU()), conv_bn(4, 4)))
-    report = convselect.freeze(model)
+    convselect.freeze(model)
     for size in range(4, 30):
         x = torch.randn(1, 2, size, size)
         model(x)
         assert distance(model(x), eager(model, x)) < CONV
-    assert 1 < len(report.chosen) <= 16  # bounded
+    assert 1 < len(convselect.summary(model).inputs) <= 16  # bounded
 
 
 @use_forced
@@ -372,9 +380,9 @@ def test_precision_budget(precision):
     model = randomised(nn.Sequential(conv_bn(16, 16), conv_bn(16, 16)))
     x = torch.randn(1, 16, 28, 28)
     with convselect.use(precision=precision):
-        report = convselect.freeze(model, x)
+        report = convselect.summary(convselect.freeze(model, x))
         assert distance(model(x), eager(model, x)) < CONV
-    names = {name for part in report.chosen.values() for name in part.values()}
+    names = {name for row in report.inputs for name in row.chosen.values()}
     # In float32 all of Winograd in C is within "native", so that only "exact" keeps something out.
     assert precision != "exact" or not names & {"winograd4", "winograd6"}
 
@@ -403,7 +411,7 @@ class Inverted(nn.Module):
 
 
 def blocks_of(report):
-    return {name for part in report.chosen.values() for name, chosen in part.items() if chosen == "block"}
+    return {name for row in report.inputs for name, chosen in row.chosen.items() if chosen == "block"}
 
 
 INVERTED = {
@@ -431,7 +439,7 @@ def test_blocks(case, forced):
             assert distance(a, b) < CONV
             assert a.stride() == b.stride()
         assert len(blocks_of(report)) == fused
-        assert convselect.unfreeze(model) == 1
+        assert unfrozen(model) == 1
         with torch.no_grad():
             assert all(map(torch.equal, model(x), want))
 
@@ -442,7 +450,7 @@ def test_blocks(case, forced):
 def test_blocks_notice_changes_and_keep_nonfinite_values(layer, forced):
     model = randomised(nn.Sequential(Inverted(), Unpacked(), Inverted(stride=2), Unpacked()))
     x = torch.randn(1, 12, 14, 14)
-    report = convselect.freeze(model, x)
+    report = convselect.summary(convselect.freeze(model, x))
     assert len(blocks_of(report)) == 6
     before = model(x)
     with torch.no_grad():
@@ -477,7 +485,7 @@ def test_a_block_keeps_within_the_workspace_budget(forced):
     model = randomised(Inverted(16, 96, 16))
     x = torch.randn(1, 16, 30, 30)
     with convselect.use(workspace_bytes=64 << 10):
-        report = convselect.freeze(model, x)
+        report = convselect.summary(convselect.freeze(model, x))
         assert distance(model(x)[0], eager(model, x)[0]) < CONV
     assert not blocks_of(report)
 
@@ -487,7 +495,7 @@ def test_a_block_that_is_not_faster_is_not_used(faster, monkeypatch):
     monkeypatch.setattr(residual, "fastest", lambda *_: faster)
     model = randomised(Inverted(16, 96, 16))
     with torch.no_grad():
-        report = convselect.freeze(model, torch.randn(1, 16, 30, 30))
+        report = convselect.summary(convselect.freeze(model, torch.randn(1, 16, 30, 30)))
     assert faster == "block" or not blocks_of(report)
 
 
@@ -762,7 +770,7 @@ def test_unfreeze_restores_every_attribute():
     want = eager(model, x)
     convselect.freeze(model, x)
     model(x)
-    assert convselect.unfreeze(model) > 1
+    assert unfrozen(model) > 1
     after = snapshot(model)
     assert after.keys() == before.keys()
     for name in before:
@@ -774,7 +782,7 @@ def test_unfreeze_restores_every_attribute():
             assert same or after[name][key] == value, (name, key)
     assert [id(t) for t in model.state_dict(keep_vars=True).values()] == ids
     assert torch.equal(model(x), want)
-    assert convselect.unfreeze(model) == 0
+    assert unfrozen(model) == 0
 
 
 def test_freezing_again_starts_anew():
@@ -783,7 +791,7 @@ def test_freezing_again_starts_anew():
     convselect.freeze(model, x)
     convselect.freeze(model, x)
     assert distance(model(x), eager(model, x)) < CONV
-    assert convselect.unfreeze(model) == 1
+    assert unfrozen(model) == 1
 
 
 @use_forced
@@ -804,8 +812,33 @@ def test_copies_are_frozen_and_independent(copied):
         assert distance(other(x), want) > 1e-2
         assert distance(other(x), eager(other, x)) < CONV
         assert distance(model(x), want) < CONV
-    assert convselect.unfreeze(other) == 1
+    assert unfrozen(other) == 1
     assert torch.equal(other(x), eager(other, x))
+
+
+@use_forced
+@pytest.mark.parametrize("called", [True, False])
+@pytest.mark.parametrize("asked", [True, False])
+def test_what_changes_between_freezing_and_the_first_call_is_noticed(called, asked):
+    """`asked`: a summary in between has traced the copy already."""
+    model = randomised(Residual())
+    x = torch.randn(1, 8, 7, 7)
+    other = copy.deepcopy(convselect.freeze(model, *([x] if called else [])))
+    seen = []
+    for frozen in (model, other):
+        if asked:
+            assert convselect.summary(frozen).frozen == ("",)
+        frozen.body[0][0] = randomised(nn.Sequential(nn.Conv2d(8, 8, 1)), seed=5)[0]
+        assert distance(frozen(x), eager(frozen, x)) < CONV
+        assert convselect.summary(frozen).fused["body.0.0"] == ("batch norm", "bias", "relu")
+    other = copy.deepcopy(convselect.freeze(model))
+    for frozen in (model, other):
+        if asked:
+            convselect.summary(frozen)
+        frozen.body[1].register_forward_hook(lambda *_: seen.append(1))
+        frozen(x)
+        assert len(seen) >= 1
+        seen.clear()
 
 
 def test_saved_and_loaded_whole():
@@ -817,7 +850,7 @@ def test_saved_and_loaded_whole():
     file.seek(0)
     loaded = torch.load(file, weights_only=False)
     assert distance(loaded(x), eager(model, x)) < CONV
-    assert convselect.unfreeze(loaded) == 1
+    assert unfrozen(loaded) == 1
 
 
 def test_state_dict_of_a_frozen_model():
@@ -895,9 +928,9 @@ def test_pre_hooks_and_global_hooks_run():
 def test_report_names_what_has_hooks():
     model = randomised(nn.Sequential(conv_bn(4, 4), nn.Conv2d(4, 4, 1)))
     model[0][0].register_forward_hook(lambda *_: None)
-    report = convselect.freeze(model)
-    assert report.left_alone == {"0.0": "it has hooks"}
-    assert report.parts == ("", "0.0")
+    report = convselect.summary(convselect.freeze(model))
+    assert report.not_fused == {"0.0": "it has hooks"}
+    assert report.frozen == ("", "0.0")
 
 
 # ---- what cannot be traced -----------------------------------------------------------------------------------------
@@ -980,24 +1013,24 @@ class Optional(nn.Module):
 @use_forced
 def test_data_dependent_control_flow():
     model = randomised(Flagged())
-    report = convselect.freeze(model)
-    assert set(report.parts) == {"a", "b"}
-    assert "not traced" in report.left_alone[""]
+    report = convselect.summary(convselect.freeze(model))
+    assert set(report.frozen) == {"a", "b"}
+    assert "not traced" in report.not_fused[""]
     for x in (torch.rand(1, 8, 6, 6), -torch.rand(1, 8, 6, 6)):
         model(x)
         assert distance(model(x), eager(model, x)) < CONV
     with pytest.raises(RuntimeError, match="unfreeze"):
         model.train()
-    assert convselect.unfreeze(model) == 2
+    assert unfrozen(model) == 2
 
 
 @pytest.mark.parametrize("kind", [Counts, CountsInBuffer, Noise])
 def test_side_effects_keep_happening(kind):
     model = randomised(kind())
     x = torch.randn(1, 4, 5, 5)
-    report = convselect.freeze(model)
-    assert report.parts == ("conv",)
-    assert "" in report.left_alone
+    report = convselect.summary(convselect.freeze(model))
+    assert report.frozen == ("conv",)
+    assert "" in report.not_fused
     before = int(getattr(model, "calls", 0))
     outputs = [model(x) for _ in range(4)]
     if kind is Noise:
@@ -1045,10 +1078,10 @@ def test_optional_arguments():
 
 def test_models_without_convolutions():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
-    report = convselect.freeze(model, torch.randn(1, 4))
-    assert report.parts == ()
+    report = convselect.summary(convselect.freeze(model, torch.randn(1, 4)))
+    assert report.frozen == ()
     model.train()
-    assert convselect.unfreeze(model) == 0
+    assert unfrozen(model) == 0
 
 
 @use_forced
@@ -1057,7 +1090,7 @@ def test_a_lone_convolution():
     x = torch.randn(1, 3, 8, 8)
     want, got, report = frozen_outputs(model, x)
     assert distance(got, want) < CONV
-    assert report.parts == ("",)
+    assert report.frozen == ("",)
     assert distance(model(x[0]), eager(model, x[0])) < CONV  # no batch dimension
 
 
@@ -1079,7 +1112,7 @@ def test_reasons_for_convolutions_left_alone():
     x = torch.randn(1, 4, 6, 6)
     want, got, report = frozen_outputs(model, x)
     assert distance(got, want) < CONV
-    assert {name: why.split()[0] for name, why in report.left_alone.items()} == {
+    assert {name: why.split()[0] for name, why in report.not_fused.items()} == {
         "1": "a", "2": "padding", "3": "ParametrizedConv2d", "4": "its",
     }  # fmt: skip
     text = str(report)
@@ -1122,9 +1155,9 @@ def test_without_the_c_library():
     code = (
         "import torch, convselect; from torch import nn; torch.manual_seed(0);"
         "model = nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()).eval();"
-        "x = torch.randn(1, 16, 20, 20); want = model(x); report = convselect.freeze(model, x);"
+        "x = torch.randn(1, 16, 20, 20); want = model(x); convselect.freeze(model, x);"
         "assert torch.allclose(model(x), want, atol=1e-5);"
-        "print(*(c for part in report.chosen.values() for c in part.values()))"
+        "print(*(c for row in convselect.summary(model).inputs for c in row.chosen.values()))"
     )
     environment = {**os.environ, "CONVSELECT_NO_NATIVE": "1"}
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
@@ -1156,11 +1189,11 @@ def test_threads_do_not_meet():
 def test_thread_counts():
     model = randomised(Residual())
     x = torch.randn(1, 8, 12, 12)
-    report = convselect.freeze(model, x)
+    convselect.freeze(model, x)
     torch.set_num_threads(2)
     model(x)
     assert distance(model(x), eager(model, x)) < CONV
-    assert len(report.chosen) == 2
+    assert len(convselect.summary(model).inputs) == 2
 
 
 @use_forced

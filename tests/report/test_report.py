@@ -140,7 +140,7 @@ def test_layers_are_grouped_by_problem(measured):
     assert [layer.direction for layer in measured.layers] == sorted(
         (layer.direction for layer in measured.layers), key=["forward", "backward_data", "backward_weight"].index
     )
-    assert measured.left_alone == {"5": "a transposed convolution"}
+    assert measured.left_alone == {"5": "It is a transposed convolution; only nn.Conv2d is converted."}
 
 
 def test_a_shared_layer_is_called_twice():
@@ -208,7 +208,7 @@ def test_the_page_has_the_figures(measured):
     two = measured.layers[1]
     times = [page.duration(us) for us in (two.native_us, two.chosen_us)]
     assert read.row("2 and 1 more", "2x8x16x16 -> 8, 3x3 p1", "2", times[0], "winograd4", times[1])
-    assert read.row("5", "a transposed convolution")
+    assert read.row("5", "It is a transposed convolution; only nn.Conv2d is converted.")
     assert read.row("all calls", "", "3", page.duration(measured.end_to_end[0].layers_native_us))
     assert measured.environment["device"] in read.text
 
@@ -311,7 +311,7 @@ def test_a_layers_own_policy_holds(monkeypatch):
     assert [(one.names, one.algorithm, one.source) for one in report.layers] == [
         (("0",), "winograd4", "model"), (("2",), "direct", "forced"), (("4",), "winograd4", "model"),
     ]  # fmt: skip
-    assert report.left_alone == {"5": "a transposed convolution"}
+    assert report.left_alone == {"5": "It is a transposed convolution; only nn.Conv2d is converted."}
     assert (type(model[0]), type(model[2]), model[2].policy) == (nn.Conv2d, convselect.SelectedConv2d, "direct")
 
 
@@ -334,7 +334,7 @@ def test_names_are_escaped(monkeypatch):
     assert "<script" not in html
     read = Page(html)
     assert read.row(EVIL, "2x3x16x16")
-    assert read.row(EVIL + "2", "a transposed convolution")
+    assert read.row(EVIL + "2", "It is a transposed convolution; only nn.Conv2d is converted.")
     assert EVIL in read.text
 
 
