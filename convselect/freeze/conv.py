@@ -17,7 +17,7 @@ from torch import Tensor
 
 from convselect.aten.arguments import problem_of
 from convselect.choice.choose import is_disabled
-from convselect.freeze.capture import ConvChain
+from convselect.freeze.chains import ConvChain
 from convselect.freeze.layer import (
     FORMATS,
     KERNELS,

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from convselect.freeze.capture import LinearChain
+from convselect.freeze.chains import LinearChain
 from convselect.freeze.layer import (
     DIRECT,
     ONEDNN_ACTIVATIONS,

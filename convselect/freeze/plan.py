@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from convselect.freeze.capture import Step, Traced, is_boundary, keeps_no_view
+from convselect.freeze.capture import Step, Traced, keeps_no_view
+from convselect.freeze.chains import is_boundary
 from convselect.freeze.conv import FrozenConv
 from convselect.freeze.layer import Candidate, FrozenLayer, OtherForm, Run, distance, timed
 from convselect.freeze.linear import FrozenLinear

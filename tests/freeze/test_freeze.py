@@ -23,7 +23,7 @@ import convselect
 from convselect.demo.architectures import ARCHITECTURES, calibrate_batch_norm, he_initialise
 from convselect.freeze import layer as freeze_layer
 from convselect.freeze import plan, residual
-from convselect.freeze.capture import ConvChain
+from convselect.freeze.chains import ConvChain
 from convselect.freeze.conv import FrozenConv
 from convselect.freeze.watch import Watch
 from convselect.kernels import _library
