@@ -1,9 +1,8 @@
-"""A frozen `nn.Linear`, for networks that do their 1x1 convolutions that way (ConvNeXt): with a scale per channel
-folded in,
+"""A frozen `nn.Linear`, for networks whose 1x1 convolutions are linear layers (ConvNeXt): bias, residual and activation
+are in its epilogue, and a scale per channel is folded in:
 
-    (x W^T + b) g  =  x (g W)^T + g b,
-
-and bias, residual and activation in its epilogue."""
+    (x W^T + b) g  =  x (g W)^T + g b
+"""
 
 from __future__ import annotations
 
@@ -14,18 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from convselect.freeze.candidates import ONEDNN_ACTIVATIONS, Candidate, Form, finish, onednn_takes
 from convselect.freeze.chains import LinearChain
-from convselect.freeze.layer import (
-    DIRECT,
-    ONEDNN_ACTIVATIONS,
-    Candidate,
-    Form,
-    FrozenLayer,
-    Source,
-    copied,
-    finish,
-    onednn_takes,
-)
+from convselect.freeze.kernel import DIRECT
+from convselect.freeze.layer import FrozenLayer, Source, copied
 from convselect.kernels._contract import Grade
 from convselect.problem import CHANNELS_LAST, DTYPE_NAMES, ConvProblem, Direction
 from convselect.settings import Settings
@@ -57,7 +48,7 @@ class FrozenLinear(FrozenLayer):
         return folded, None if bias is None else (bias.detach().double() * scale).to(wide)
 
     def problem(self, x: Tensor) -> ConvProblem | None:
-        """A 1x1 convolution of one image, one pixel wide, with a row of x in each pixel."""
+        """A 1x1 convolution of one image that is one pixel wide; each pixel is a row of x."""
         K, C = self.weight.shape
         if x.dim() < 2 or x.shape[-1] != C or x.dtype not in DTYPE_NAMES or x.dtype != self.weight.dtype:
             return None
@@ -92,7 +83,7 @@ class FrozenLinear(FrozenLayer):
         return found + self.kernel_candidates((DIRECT,), problem, settings, x_form, y_form)
 
     def _onednn(self, problem: ConvProblem) -> Candidate:
-        """oneDNN with its weight reordered once, and a residual or an activation as its post-operation."""
+        """oneDNN with its weight reordered once; a residual or an activation is its post-operation."""
         activation, bias, key, rows = self.activation, self.bias, ("onednn", problem.H), problem.H
         unary: Any = torch.ops.mkldnn._linear_pointwise.default
         binary: Any = torch.ops.mkldnn._linear_pointwise.binary
