@@ -16,19 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from convselect.freeze.chains import (
-    ConvChain,
-    LinearChain,
-    Modules,
-    Node,
-    conv_chain,
-    has_hooks,
-    is_boundary,
-    is_linear,
-    linear_chain,
-    plain_call,
-    why_not_frozen,
-)
+from convselect.freeze import chains
+from convselect.freeze.chains import Modules, Node, has_hooks, is_boundary, plain_call, why_not_frozen
 from convselect.layer import SelectedConv2d
 
 _KINDS = {"call_function": "function", "call_method": "method", "get_attr": "attribute", "call_module": "module"}
@@ -83,7 +72,7 @@ class Traced:
     left_alone: dict[str, str]
 
     @property
-    def chains(self) -> list[ConvChain | LinearChain]:
+    def chains(self) -> list[chains.ConvChain | chains.LinearChain]:
         return [step.target for step in self.steps if step.kind in ("conv", "linear")]
 
 
@@ -214,9 +203,9 @@ def _gathered(nodes: list[Node], modules: Modules, root: nn.Module) -> tuple[dic
     claimed: set[Node] = set()
     for node in nodes:
         if _why_left_alone(node, modules) is None:
-            kind, find = "conv", conv_chain
-        elif is_linear(node, modules):
-            kind, find = "linear", linear_chain
+            kind, find = "conv", chains.conv_chain
+        elif chains.is_linear(node, modules):
+            kind, find = "linear", chains.linear_chain
         else:
             continue
         chain, end, residual = find(node, modules, claimed, root)

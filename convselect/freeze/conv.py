@@ -66,16 +66,7 @@ class FrozenConv(FrozenLayer):
         conv = self.conv
         return problem_of(x, self.weight, conv.stride, conv.padding, conv.dilation, conv.groups)
 
-    def reference(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        bias = self.bias_float32 if wide == torch.float32 else self.bias
-        y = self._torch(x.to(wide), self.weight.to(wide), bias)
-        return finish(y, residual if residual is None else residual.to(wide), self.activation)
-
-    def native(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        return finish(self._torch(x, self.weight, self.bias), residual, self.activation)
-
-    def _torch(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         conv = self.conv
         return torch.conv2d(x, weight, bias, conv.stride, conv.padding, conv.dilation, conv.groups)  # type: ignore[call-overload, no-any-return]
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from convselect.freeze.candidates import Form, Run
+from convselect.freeze.candidates import Form, Run, finish
 from convselect.kernels import _library, depthwise, direct
 from convselect.problem import ConvProblem
+
+if TYPE_CHECKING:
+    from convselect.freeze.layer import FrozenLayer
 
 
 class Kernel(NamedTuple):
@@ -44,62 +47,55 @@ KERNELS = (
 
 
 class KernelCall(NamedTuple):
-    """`function(*leading, x, *weight, y, epilogue)`, with y = activation(f(x) + bias + residual).
+    """`function(*leading, x, *weight, y, epilogue)` of the C library, as a layer calls it.
 
     Attributes:
-        function: returns a status of the C library.
         leading: arguments ahead of x's address.
         weight: the address of the packed weight; empty if `leading` has it.
         owners: the objects whose memory `leading` and `weight` point to.
-        bias: (K,) float32, or None.
-        has_residual: whether a residual is added; it has the form of y.
-        activation: code of the C library.
-        finish: what is left to do to y, in place; None if nothing.
-        native: computes the same for operands of any shape, activation included.
-        x_form, y_form: how x and y lie in memory.
+        layer: has bias, residual (in the form of y) and activation.
+        native: computes the same for operands of any shape.
     """
 
     function: Any
     leading: tuple[Any, ...]
     weight: tuple[Any, ...]
     owners: Any
-    bias: Tensor | None
-    has_residual: bool
-    activation: int
-    finish: Callable[[Tensor], Tensor] | None
+    layer: FrozenLayer
     native: Run
     x_form: Form
     y_form: Form
 
     def bind(self, x: Tensor | None, residual: Tensor | None, out: Tensor | None) -> Run:
         """See `Candidate.bind`."""
+        bias, has_residual, activation = self.layer.bias_float32, self.layer.has_residual, self.layer.activation
+        in_kernel = activation in _library.ACTIVATIONS
+        code = _library.ACTIVATIONS[activation if in_kernel else None]
         # The structure belongs to this function alone: its residual changes from call to call.
-        epilogue = _library.Epilogue(None if self.bias is None else self.bias.data_ptr(), None, self.activation, 0)
+        epilogue = _library.Epilogue(None if bias is None else bias.data_ptr(), None, code, 0)
         if residual is not None:
             epilogue.residual = residual.data_ptr()
-        if x is not None and out is not None and (residual is not None or not self.has_residual):
-            return self._on_fixed_memory(x, out, self._reference(epilogue))
-        return self._on_any_memory(out, epilogue)
+        reference = None if bias is None and not has_residual and not code else ctypes.byref(epilogue)
+        activate = None if in_kernel else lambda y: finish(y, None, activation)
+        if x is not None and out is not None and (residual is not None or not has_residual):
+            return self._on_fixed_memory(x, out, reference, activate)
+        return self._on_any_memory(out, epilogue, reference, activate)
 
-    def _reference(self, epilogue: _library.Epilogue) -> Any:
-        plain = self.bias is None and not self.has_residual and not self.activation
-        return None if plain else ctypes.byref(epilogue)
-
-    def _on_fixed_memory(self, fixed_x: Tensor, fixed_out: Tensor, epilogue: Any) -> Run:
-        function, finish, pointer = self.function, self.finish, ctypes.c_void_p
-        arguments = (*self.leading, pointer(fixed_x.data_ptr()), *self.weight, pointer(fixed_out.data_ptr()), epilogue)
+    def _on_fixed_memory(self, fixed_x: Tensor, fixed_out: Tensor, reference: Any, activate: Any) -> Run:
+        function, pointer = self.function, ctypes.c_void_p
+        arguments = (*self.leading, pointer(fixed_x.data_ptr()), *self.weight, pointer(fixed_out.data_ptr()), reference)
 
         def run(x: Tensor, residual: Tensor | None = None, owners: Any = self.owners) -> Tensor:
             status = function(*arguments)
             if status != _library.OK:
                 return self._computed_natively(status, fixed_out, x, residual)
-            return fixed_out if finish is None else finish(fixed_out)
+            return fixed_out if activate is None else activate(fixed_out)
 
         return run
 
-    def _on_any_memory(self, fixed_out: Tensor | None, epilogue: _library.Epilogue) -> Run:
-        function, leading, weight, finish = self.function, self.leading, self.weight, self.finish
-        x_form, y_form, new, reference = self.x_form, self.y_form, self.y_form.new, self._reference(epilogue)
+    def _on_any_memory(self, fixed_out: Tensor | None, epilogue: Any, reference: Any, activate: Any) -> Run:
+        function, leading, weight = self.function, self.leading, self.weight
+        x_form, y_form, new = self.x_form, self.y_form, self.y_form.new
         x_shape, x_strides, dtype, _ = x_form
 
         def run(x: Tensor, residual: Tensor | None = None, owners: Any = self.owners) -> Tensor:
@@ -112,7 +108,7 @@ class KernelCall(NamedTuple):
             status = function(*leading, x.data_ptr(), *weight, out.data_ptr(), reference)
             if status != _library.OK:
                 return self._computed_natively(status, out, x, residual)
-            return out if finish is None else finish(out)
+            return out if activate is None else activate(out)
 
         return run
 

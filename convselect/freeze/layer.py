@@ -72,12 +72,8 @@ class FrozenLayer(ABC):
         """(dictionary, key) of every tensor that the folded weight and bias come from."""
 
     @abstractmethod
-    def reference(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        """The result by PyTorch's own operations, in float32 (float64 for a float64 layer)."""
-
-    @abstractmethod
-    def native(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """The result by PyTorch's own operations, for operands of any shape."""
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The result by PyTorch's own operations, without residual and activation."""
 
     @abstractmethod
     def problem(self, x: Tensor) -> ConvProblem | None:
@@ -90,6 +86,17 @@ class FrozenLayer(ABC):
         Args:
             layout: of a convolution's results; linear layers ignore it.
         """
+
+    def reference(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """The result by PyTorch's own operations, in float32 (float64 for a float64 layer)."""
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        bias = self.bias_float32 if wide == torch.float32 else self.bias
+        y = self._linear(x.to(wide), self.weight.to(wide), bias)
+        return finish(y, residual if residual is None else residual.to(wide), self.activation)
+
+    def native(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """The result by PyTorch's own operations, for operands of any shape."""
+        return finish(self._linear(x, self.weight, self.bias), residual, self.activation)
 
     # ---- weights ------------------------------------------------------------------------------------------------
 
@@ -174,26 +181,12 @@ class FrozenLayer(ABC):
         """`Candidate.bind` of this kernel."""
         function = _library._function(kernel.name, len(kernel.leading_ints))
         conv = ctypes.byref(_library._conv(problem, problem.layout, CONTIGUOUS, problem.threads, _library.isa()))
-        in_kernel = self.activation in _library.ACTIVATIONS
-        activation = _library.ACTIVATIONS[self.activation if in_kernel else None]
-        activate = None if in_kernel else lambda y: finish(y, None, self.activation)
 
         def bind(x: Tensor | None, residual: Tensor | None, out: Tensor | None) -> Run:
             # Packed here, so that a candidate that is never tried costs nothing.
             weight = self.weight if kernel.pack is None else self.packed_for(kernel, problem)
-            call = KernelCall(
-                function=function,
-                leading=(conv, *kernel.leading_ints),
-                weight=(ctypes.c_void_p(weight.data_ptr()),),
-                owners=weight,
-                bias=self.bias_float32,
-                has_residual=self.has_residual,
-                activation=activation,
-                finish=activate,
-                native=self.native,
-                x_form=x_form,
-                y_form=y_form,
-            )
+            weight_at, leading = ctypes.c_void_p(weight.data_ptr()), (conv, *kernel.leading_ints)
+            call = KernelCall(function, leading, (weight_at,), weight, self, self.native, x_form, y_form)
             return call.bind(x, residual, out)
 
         return bind

@@ -58,13 +58,8 @@ class FrozenLinear(FrozenLayer):
             threads=torch.get_num_threads(),
         )  # fmt: skip
 
-    def reference(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        y = F.linear(x.to(wide), self.weight.to(wide), None if self.bias is None else self.bias.to(wide))
-        return finish(y, residual if residual is None else residual.to(wide), self.activation)
-
-    def native(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        return finish(F.linear(x, self.weight, self.bias), residual, self.activation)
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, weight, bias)
 
     def candidates(self, x: Tensor, residual: Tensor | None, layout: str, settings: Settings) -> list[Candidate]:
         found = [Candidate("native", Grade.DIRECT, lambda *_: self.native)]

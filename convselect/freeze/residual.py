@@ -145,19 +145,8 @@ def _fused(
     def bind(x: Tensor | None, residual: Tensor | None, out: Tensor | None) -> Run:
         weights = [layer.packed_for(k, p) for layer, k, p in zip(parts, kernels, problems, strict=True)]
         block = _structure(parts, problems, [t.data_ptr() for t in weights])
-        call = KernelCall(
-            function=_library._function("cs_block_frozen", 0),
-            leading=(conv, ctypes.byref(block)),
-            weight=(),
-            owners=weights,
-            bias=last.bias_float32,
-            has_residual=last.has_residual,
-            activation=_library.ACTIVATIONS[last.activation],
-            finish=None,
-            native=native,
-            x_form=x_form,
-            y_form=y_form,
-        )
+        function, leading = _library._function("cs_block_frozen", 0), (conv, ctypes.byref(block))
+        call = KernelCall(function, leading, (), weights, last, native, x_form, y_form)
         return call.bind(x, residual, out)
 
     packs = tuple(kernel.pack_key(p) for kernel, p in zip(kernels, problems, strict=True))
