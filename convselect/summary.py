@@ -14,7 +14,7 @@ from torch import nn
 
 from convselect.eager import resolve
 from convselect.eager.live_trial import LiveTrial
-from convselect.freeze.capture import why_not_frozen
+from convselect.freeze.chains import why_not_frozen
 from convselect.freeze.freeze import FrozenForward, frozen_forwards, parents
 from convselect.layer import SelectedConv2d, check_module, why_not_converted
 from convselect.problem import ConvProblem, padding_sides, pair

@@ -43,7 +43,7 @@ DANGEROUS = {
 KNOWN = {
     ("model/loaded.py", "pickle.loads"),  # bytes that `give` made in this very process
     (
-        "freeze/plan.py",
+        "freeze/program.py",
         "exec",
     ),  # statements written there about a graph traced there; names come from a counter
 }

@@ -19,7 +19,8 @@ from torch.nn.modules import module as _nn_module
 
 from convselect import settings as _settings
 from convselect.aten.strides import in_functorch
-from convselect.freeze.capture import Traced, Untraceable, has_hooks, required_arguments, trace, why_not_frozen
+from convselect.freeze.capture import Traced, Untraceable, required_arguments, trace
+from convselect.freeze.chains import has_hooks, why_not_frozen
 from convselect.freeze.plan import CHANNELS_LAST, CONTIGUOUS, Plan, Program, make_plan
 from convselect.freeze.watch import Watch
 from convselect.layer import SelectedConv2d, check_module
