@@ -7,12 +7,10 @@ model = convselect.convert(model)      # in place; the same model, faster
 from convselect import distributed
 from convselect._version import __version__
 from convselect.convert import convert, revert
-from convselect.eager import log as log  # adds its handler if CONVSELECT_LOG asks for one
 from convselect.enabled import disable, enable, enabled
 from convselect.explain import Explanation, explain, explain_problem
 from convselect.freeze.freeze import freeze, unfreeze
 from convselect.functional import conv2d
-from convselect.graph import ops as ops  # registers the operators of saved graphs
 from convselect.kernels._contract import Grade, NotApplicable
 from convselect.layer import SelectedConv2d
 from convselect.lru import clear

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from convselect.eager import dispatch
+from convselect.graph import ops as ops  # registers the operators of saved graphs
 
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _is_exporting = torch.compiler.is_exporting

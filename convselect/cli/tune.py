@@ -99,7 +99,7 @@ def tune(
     console = _console(stderr=as_json)
     interrupted = _searched(search, trials, minutes, console)
     outcomes = _confirmed(search, console, used)
-    told = _told(search, outcomes, interrupted)
+    told = tuning.record(search, outcomes, interrupted)
     if as_json:
         typer.echo(json.dumps(told, indent=1))
     else:
@@ -215,28 +215,6 @@ def _confirmed(search: "Tuning", console: "Console", used: "Settings") -> "list[
             found.append(outcome)
             tuning.keep([outcome], used)
     return found
-
-
-def _told(search: "Tuning", outcomes: "list[Outcome]", interrupted: bool) -> dict[str, Any]:
-    from convselect.machine.environment import run_environment
-
-    speedups = [one.verdict.speedup for one in outcomes]
-    return {
-        "environment": run_environment(),
-        "trials": search.trials,
-        "resumed": search.resumed,
-        "interrupted": interrupted,
-        "problems": [
-            {
-                "problem": str(one.problem), "calls": dict(one.calls), "default": str(one.default),
-                "program": str(one.verdict.program), "speedup": one.verdict.speedup, "times_native": one.verdict.gain,
-                "rounds": one.verdict.rounds, "trials": one.trials,
-            }
-            for one in outcomes
-        ],
-        "geometric_mean": math.exp(sum(map(math.log, speedups)) / len(speedups)) if speedups else None,
-        "wrong": [f"{program} {status} on {problem}" for problem, program, status in search.wrong],
-    }  # fmt: skip
 
 
 def _print(search: "Tuning", outcomes: "list[Outcome]", told: dict[str, Any], console: "Console") -> None:
