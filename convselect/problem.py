@@ -2,7 +2,8 @@
 
 All three directions are written in the *forward* convention: x (N, C, H, W), weight (K, C/groups, R, S),
 y (N, K, P, Q). The direction is part of the problem, so one layer poses three problems with three choices.
-Derived quantities (output size, FLOPs, bytes, GEMM shape) are computed here and nowhere else.
+Derived quantities (output size, FLOPs, bytes, GEMM shape) are computed here. `model/features.py` has some of them as
+logarithms, for speed; a test compares the two.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ STRIDED = "strided"  # neither: expanded, sliced, transposed
 
 
 class Gemm(NamedTuple):
-    """The matrix product a convolution amounts to, per group: (m x k) times (k x n), `batch` times."""
+    """The matrix product equivalent to a convolution, per group: (m x k) times (k x n), `batch` times."""
 
     batch: int
     m: int
@@ -249,7 +250,7 @@ def conv_problem(
     groups: int = 1,
     **rest: object,
 ) -> ConvProblem:
-    """Build a problem from the arguments people write: ints or pairs, `padding="same"`, or (top, bottom, left, right).
+    """Build a problem from arguments like `nn.Conv2d`'s: ints or pairs, `padding="same"`, or (top, bottom, left, right).
 
     Raises:
         ValueError: for a padding string other than "same" and "valid".
@@ -304,7 +305,7 @@ def padding_sides(
 
 
 def layout_of(tensor: torch.Tensor) -> str:
-    """The memory layout of a 4-D tensor. Where one channel or one pixel makes both true, contiguous wins."""
+    """The memory layout of a 4-D tensor. If one channel or one pixel makes both true, contiguous wins."""
     if tensor.is_contiguous():
         return CONTIGUOUS
     if tensor.is_contiguous(memory_format=torch.channels_last):

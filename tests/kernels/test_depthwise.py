@@ -1,4 +1,4 @@
-"""Depthwise convolution by the C kernels, and by rearranged native calls where they are missing, against float64."""
+"""Depthwise convolution by the C kernels, and by rearranged native calls if they are missing, against float64."""
 
 from __future__ import annotations
 

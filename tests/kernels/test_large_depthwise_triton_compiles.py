@@ -60,7 +60,7 @@ def products(problem, arch, config, kernel):
     assert used.spill_bytes == 0, used
     assert used.registers < 255, used
     assert used.shared_bytes <= limit, used
-    # Both operands of TF32 products must be turned, four bytes at a time, where the sum runs over rows.
+    # Both operands of TF32 products must be turned, four bytes at a time, if the sum runs over rows.
     turned = kernel == "banded_gradient" and dict(launch.constants)["COPIES"] == 4
     assert count(opcodes, "LDGSTS.E" if turned else "LDGSTS.E.BYPASS.128") > 0
     assert count(opcodes, "LDG.") == count(opcodes, "LDG.E.128")

@@ -384,7 +384,7 @@ def test_scratch_memory_is_bounded_and_given_back(name, before):
 @needs_library
 def test_workspace_covers_scratch_memory():
     """What a kernel takes beyond torch's own allocator is in its algorithm's `workspace_bytes`. Blocks are rounded up
-    to 4 KiB, and to 2 MiB where they are larger than an eighth of it."""
+    to 4 KiB, and to 2 MiB if they are larger than an eighth of it."""
     measured = 0
     for algorithm in ALL:
         for listed in (*PROBLEMS.values(), *TYPICAL):
