@@ -250,7 +250,7 @@ def conv_problem(
     groups: int = 1,
     **rest: object,
 ) -> ConvProblem:
-    """Build a problem from arguments like `nn.Conv2d`'s: ints or pairs, `padding="same"`, or (top, bottom, left, right).
+    """Build a problem from arguments like `nn.Conv2d`: ints or pairs, `padding="same"`, or (top, bottom, left, right).
 
     Raises:
         ValueError: for a padding string other than "same" and "valid".
