@@ -271,7 +271,7 @@ def conv_problem(
     groups: int = 1,
     **rest: object,
 ) -> ConvProblem:
-    """Build a problem from arguments as in `torch.nn.Conv2d`: ints, pairs, "same", or (top, bottom, left, right).
+    """Build a problem from arguments like `nn.Conv2d`: ints or pairs, `padding="same"`, or (top, bottom, left, right).
 
     Raises:
         ValueError: for a padding string other than "same" and "valid".

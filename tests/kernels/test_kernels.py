@@ -241,7 +241,7 @@ def test_every_algorithm_that_answers_ready_is_asked():
 
 @every_algorithm
 def test_spreads_nonfinite_is_declared(algorithm):
-    """A direct sum keeps NaN and infinity where they belong; algorithms that do not must say so for dispatch."""
+    """A direct sum keeps NaN and infinity where they belong. What does not must say so, as dispatch relies on it."""
     dtype = "bfloat16" if algorithm.name == "upcast" else "float32"
     kept = True
     for name in ("depthwise 3x3", "depthwise 7x7"):
