@@ -11,7 +11,7 @@ import torch
 
 import convselect
 from convselect import lru, warnings
-from convselect.eager import dispatch
+from convselect.eager import execution
 from convselect.machine import host
 from convselect.model import inference, loaded
 from convselect.model.inference import ARTIFACTS, artifact_path
@@ -60,7 +60,7 @@ def test_without_a_sound_artifact_there_is_one_warning_and_native_from_then_on(d
         for size in (8, 9, 10):
             convselect.conv2d(torch.randn(1, 8, size, size), W, padding=1)
     assert len(caught) == 1
-    assert {entry.choice.algorithm for entry in dispatch.choices.entries.values()} == {"native"}
+    assert {entry.choice.algorithm for entry in execution.choices.entries.values()} == {"native"}
 
 
 def test_the_shipped_artifacts_load_and_speak():
@@ -95,7 +95,7 @@ def test_a_family_without_an_artifact_is_native_after_one_warning(c_kernels, mon
         for size in (8, 9, 10):
             convselect.conv2d(torch.randn(1, 8, size, size), W, padding=1)
     assert len(caught) == 1
-    assert {entry.choice.algorithm for entry in dispatch.choices.entries.values()} == {"native"}
+    assert {entry.choice.algorithm for entry in execution.choices.entries.values()} == {"native"}
 
 
 def test_unload_releases_the_weights_and_a_new_problem_loads_them_again(monkeypatch):
@@ -103,13 +103,13 @@ def test_unload_releases_the_weights_and_a_new_problem_loads_them_again(monkeypa
     convselect.conv2d(X, W, padding=1)
     alive = weakref.ref(loaded.get())
     assert alive() is not None
-    before = dict(dispatch.choices.entries)
+    before = dict(execution.choices.entries)
     convselect.unload()
     gc.collect()
     assert alive() is None
     convselect.conv2d(X, W, padding=1)  # remembered: nothing is loaded for it
     assert loaded._loaded is None
-    assert dispatch.choices.entries == before
+    assert execution.choices.entries == before
     convselect.conv2d(torch.randn(1, 8, 13, 13), W, padding=1)
     assert loaded._loaded is not None
 
@@ -170,7 +170,7 @@ def test_a_gpu_without_a_model_is_native_without_a_word(a_gpu, tmp_path, monkeyp
     monkeypatch.setattr(inference, "artifact_path", lambda family: tmp_path / f"{family}.npz")
     for size in (8, 9, 10):
         problem = ON_CUDA._replace(H=size)
-        choice = dispatch.choice_for(problem, convselect.settings.current())
+        choice = execution.choice_for(problem, convselect.settings.current())
         assert (choice.algorithm, choice.source) == ("native", "fallback")
     assert loaded._of_gpu == {"cuda-sm90": None}
     assert not [w for w in recwarn if issubclass(w.category, convselect.ConvselectWarning)]
