@@ -20,8 +20,7 @@ PACKAGE = Path(__file__).parent.parent / "convselect"
 
 ORDER = (
     "cli > demo report > doctor > convselect > convert distributed enabled explain summary > freeze > functional layer"
-    " > graph > eager > tune > model > store > choice measure > aten machine > kernels"
-    " > _version lru problem settings timing warnings"
+    " > graph > eager > tune > model > store > choice measure > aten machine > kernels > base"
 )
 """A room imports only what stands to the right of it."""
 

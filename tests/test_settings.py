@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from convselect import settings
-from convselect.settings import Settings, parse, parse_workspace, use
+from convselect.base import settings
+from convselect.base.settings import Settings, parse, parse_workspace, use
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_other_workspaces_are_refused(text):
 
 
 def in_a_process(**variables: str) -> str:
-    code = "from convselect.settings import current; print(current())"
+    code = "from convselect.base.settings import current; print(current())"
     env = {**os.environ, **{f"CONVSELECT_{name}": value for name, value in variables.items()}}
     return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
 
@@ -114,6 +114,6 @@ def test_budgets_tell_apart_what_allows_different_choices_and_nothing_else():
 @pytest.mark.process
 def test_verify_is_the_default_where_nobody_says_otherwise():
     env = {name: value for name, value in os.environ.items() if not name.startswith("CONVSELECT_")}
-    code = "import convselect; print(convselect.settings.current().policy)"
+    code = "import convselect; print(convselect.base.settings.current().policy)"
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert done.stdout == "verify\n"
