@@ -71,17 +71,3 @@ def test_importing_is_light():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("name", ["kernels", "model"])
-def test_the_links_at_the_top_are_for_readers(name):
-    link = PACKAGE.parent / name
-    if not (PACKAGE.parent / "pyproject.toml").exists():
-        pytest.skip("an installed package has no repository around it")
-    assert link.is_symlink()
-    assert link.resolve() == PACKAGE / name
-    code = f"import sys; sys.path.insert(0, {str(PACKAGE.parent)!r}); import {name}"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert out.returncode != 0
-    assert f"import this package as convselect.{name}" in out.stderr

@@ -52,7 +52,8 @@ class CAlgorithm(Algorithm):
         before = self._in_c(problem, params)
         if before is None:
             return self._bytes_without_c(problem, params)
-        return _library.workspace_bytes(f"{self.kernel}_bytes", problem, before, in_order(params, self.slots))
+        tune = in_order(params, self.slots) if params else ()
+        return _library.workspace_bytes(f"{self.kernel}_bytes", problem, before, tune)
 
     def run(self, a: Tensor, b: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
         tune = () if params is None else self._tune(problem, params)

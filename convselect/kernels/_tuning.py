@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
+from typing import Any
 
 from convselect.base.problem import ConvProblem
 from convselect.kernels._contract import Algorithm, Params
@@ -32,9 +34,9 @@ def _in_slots(
     return in_order(values, order)
 
 
-def in_order(params: Params, order: tuple[str, ...]) -> tuple[int, ...]:
+def in_order(params: Mapping[str, Any], order: tuple[str, ...]) -> tuple[int, ...]:
     """The values of `params` in this order, 0 if it has none; unchecked, for questions about workspaces."""
-    return () if not params else tuple(params.get(name, 0) for name in order)
+    return tuple(params.get(name, 0) for name in order)
 
 
 def within(algorithm: Algorithm, problem: ConvProblem, default: Values, values: Values) -> bool:

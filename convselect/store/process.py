@@ -65,8 +65,8 @@ class _Process:
         self.system: Choices | None = None
         self.numbers: dict[str, int] = {}  # fingerprint -> number of the environment
         self.locked = 0  # how often in a row
-        self.rest = timing.Deadline(0)
-        self.written = timing.Deadline(EVERY_S)
+        self.rest: timing.Deadline | None = None  # after a locked file
+        self.written: timing.Deadline | None = None  # since the last write, or since the first choice waits
         self.damaged = False
         self.inside = 0  # depth of calls: a signal handler may run in the middle of one
         self._path: Path | None = self.given
@@ -84,7 +84,7 @@ class _Process:
         """The user's store; None if it cannot be opened, or does not exist and need not be made."""
         if self.inside > 1:
             return None
-        if self.store is not None or self.why_off is not None or not self.rest.passed:
+        if self.store is not None or self.why_off is not None or not (self.rest is None or self.rest.passed):
             return self.store
         try:
             path = self.path
@@ -188,7 +188,7 @@ class _Process:
             return waiting[1]
         if key in self.known:
             return self.known[key]
-        if self.waiting and self.written.passed:
+        if self.waiting and self.written is not None and self.written.passed:
             self.write()
         fingerprint = environment.fingerprint_of(problem.device)
         if fingerprint is None:
@@ -217,6 +217,7 @@ class _Process:
         else:
             self.known.pop(key, None)
             self.waiting[key] = (fingerprint, decision)
+            self.written = self.written or timing.Deadline(EVERY_S)
             if len(self.waiting) >= QUEUE or self.written.passed:
                 self.write()
         for kept in (self.waiting, self.known):
@@ -326,7 +327,7 @@ def flush() -> None:
     if _process is None:
         return
     with _using() as process:
-        process.rest = timing.Deadline(0)
+        process.rest = None
         process.write()
 
 
@@ -377,7 +378,7 @@ def status() -> dict[str, Any]:
             except Exception as error:
                 process.failed(error)
         elif process.why_off is None:
-            told["healthy"] = process.rest.passed  # there is no file yet
+            told["healthy"] = process.rest is None or process.rest.passed  # there is no file yet
         system = process.opened_system()
         told |= {
             "enabled": process.why_off is None,
