@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 import textwrap
 import threading
 
+import fresh
 import pytest
 import torch
 import torch.nn.functional as F
@@ -704,10 +703,7 @@ def python(code, **environment):
     """Run code in a fresh interpreter; its standard output."""
     import os
 
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True, text=True, timeout=120, check=False, env={**os.environ, **environment},
-    )  # fmt: skip
+    result = fresh.run(["-c", textwrap.dedent(code)], timeout=120, env={**os.environ, **environment})
     assert result.returncode == 0, result.stderr
     return result.stdout
 
