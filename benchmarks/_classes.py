@@ -1,4 +1,4 @@
-"""Which kinds of convolution the benchmark reports on, what it aims at in each, and on which problems.
+"""The classes of convolutions that benchmarks report on, with targets and problems of each.
 
 `problems.csv` holds up to 60 layers a class, spread over sizes: layer shapes of the timm models (Apache-2.0), as far as
 `results/times-cpu-x86-avx512.csv.gz` has them, and for kernels larger than timm's those of `LARGE` below. It was
@@ -6,8 +6,8 @@ written by
 
     python -m benchmarks._classes
 
-and stays as it is, so that figures of different days speak of the same problems; `--layers` of `benchmarks.run` reads
-another list. Each layer stands there at batch 1 and 8 where one native call ends within some 0.5 s.
+and stays as it is, so that figures of different days are of the same problems; `--layers` of `benchmarks.run` reads
+another list. Each layer is listed at batch 1 and 8, if one native call takes at most about 0.5 s.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class KernelClass(NamedTuple):
     """A kind of convolution.
 
     Attributes:
-        holds: whether a problem is of this kind; looks at the geometry only.
-        targets: the geometric mean of nn.Conv2d's time over ours aimed at, by direction; none where there is none.
-        flops_cap: bound on a problem's operations: what native does in some 0.5 s on one thread where it is slowest.
-        dtypes: element types; empty: what the command line says.
+        holds: whether a problem is of this kind, by its geometry.
+        targets: direction -> intended geometric mean of nn.Conv2d's time over ours; without directions that have none.
+        flops_cap: bound on a problem's operations: what native does in about 0.5 s on one thread at its slowest.
+        dtypes: element types; empty: that of the command line.
     """
 
     name: str
@@ -117,8 +117,8 @@ LARGE = (
 
 
 def spread(problems: Iterable[ConvProblem], count: int) -> list[ConvProblem]:
-    """`count` of the problems, evenly over their order by operations, the smallest and the largest included; all
-    where there are no more. One is the middle one.
+    """`count` of the problems, evenly spaced in their order by operations, with the smallest and the largest; all if
+    there are no more; the middle one for a count of 1.
 
     Raises:
         ValueError: for fewer than one.
@@ -139,7 +139,7 @@ def read_problems(path: str | Path = PROBLEMS) -> list[ConvProblem]:
 
 
 def drawn(kernel_class: KernelClass, problems: Iterable[ConvProblem], count: int, dtype: str) -> list[ConvProblem]:
-    """`count` problems of this class, spread over sizes, for each of its element types (`dtype` where it has none)."""
+    """`count` problems of this class, spread over sizes, for each of its element types (`dtype` if it has none)."""
     members = [p for p in problems if kernel_class.holds(p) and p.flops <= kernel_class.flops_cap]
     picked = spread(members, count)
     return [p._replace(dtype=name) for p in picked for name in kernel_class.dtypes or (dtype,)]
@@ -167,7 +167,7 @@ def measured_layers(path: str | Path = TIMES) -> dict[ConvProblem, str]:
 
 
 def select(layers: dict[ConvProblem, str], per_class: int = LAYERS_PER_CLASS) -> list[tuple[str, ConvProblem]]:
-    """(model, problem) of up to `per_class` problems of each class, at both batches where the class's cap allows."""
+    """(model, problem) of up to `per_class` problems of each class, at both batches if the class's cap allows."""
     layers = dict(layers)
     for C, side, kernel, groups in LARGE:
         problem = conv_problem(1, C, side, side, C, kernel, kernel, padding=kernel // 2, groups=groups)

@@ -1,5 +1,5 @@
-"""Compiling many launches at once, in processes that see no GPU: what they compile lies in Triton's cache on disk,
-where the measuring process finds it."""
+"""Compile many launches in parallel, in processes that see no GPU. Results are in Triton's cache on disk, where the
+measuring process finds them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable, Iterator
 
 from convselect import timing
 from convselect.kernels.pool import ALL
-from convselect.kernels.triton import launch as triton_launch
+from convselect.kernels.triton import launch as launcher
 from convselect.kernels.triton.launch import Launch, TritonAlgorithm
 from convselect.problem import ConvProblem
 
 ATTEMPTS = 3
-"""A launch on which the compiler crashes ends the pool; so many pools are made."""
+"""Number of process pools to try: a launch on which the compiler crashes ends its pool."""
 
 
 def algorithms() -> list[TritonAlgorithm]:
@@ -23,8 +23,8 @@ def algorithms() -> list[TritonAlgorithm]:
 
 
 def launches_of(problems: Iterable[ConvProblem], pool: Iterable[TritonAlgorithm]) -> Iterator[Launch]:
-    """Of every algorithm that applies, with its first configuration; those that cannot be made are for the measurement
-    to report."""
+    """Launches of every applicable algorithm with its first configuration. Those that cannot be made are skipped: the
+    measurement reports them."""
     pool = list(pool)
     for problem in problems:
         for algorithm in pool:
@@ -42,7 +42,7 @@ def _in_worker() -> None:
 
 def _compile(launch: Launch, arch: int) -> str | None:
     try:
-        triton_launch.compiled(launch, arch)
+        launcher.compiled(launch, arch)
     except Exception as error:  # whatever the compiler finds
         return f"{type(error).__name__}: {error}"
     return None

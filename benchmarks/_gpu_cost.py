@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import convselect
+from benchmarks._gpu_clock import on_device
 from benchmarks._gpu_device import Device
 from convselect import timing
 from convselect.kernels.triton.launch import TritonAlgorithm
@@ -27,9 +28,7 @@ def copy_bandwidth(device: Device) -> dict[str, float]:
         source = torch.empty(n_bytes // 4, dtype=torch.float32, device=device.kind).normal_()
         target = torch.empty_like(source)
         target.copy_(source)
-        t = timing.on_device(
-            {"copy": lambda _, a=target, b=source: a.copy_(b)}, 15, events=device.events, clock=device.clock
-        )
+        t = on_device({"copy": lambda _, a=target, b=source: a.copy_(b)}, 15, events=device.events, clock=device.clock)
         found[f"{name}_bytes_per_s"] = 2 * source.numel() * 4 / (t["copy"].median_us * 1e-6)
     return found
 
@@ -53,7 +52,7 @@ CANDIDATES = (
 
 
 def example(pool: Sequence[TritonAlgorithm], device: Device) -> tuple[TritonAlgorithm, ConvProblem] | None:
-    """A Triton algorithm and a small layer for it; None where no algorithm applies."""
+    """A Triton algorithm and a small layer for it; None if no algorithm applies."""
     for problem in reversed(CANDIDATES) if device.dry else CANDIDATES:
         p = problem._replace(device=device.kind, layout=CHANNELS_LAST, weight_layout=CHANNELS_LAST)
         for algorithm in pool:

@@ -1,4 +1,4 @@
-"""What a run measures on: the current CUDA device, or, for a dry run, the CPU with times that mean nothing."""
+"""The device of a run: the current CUDA device, or, for a dry run, the CPU with meaningless times."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from convselect.machine.host import family_of_cuda
 from convselect.problem import CHANNELS_LAST, ConvProblem, Direction
 
 MOST_COPIES = 128
-"""About as many as are called for; more would never be used."""
+"""Upper bound on sets of operands: a run makes about as many calls, and would never use more."""
 
 
 class ContextLost(RuntimeError):
@@ -30,8 +30,8 @@ class Device:
     """Attributes:
     kind: "cuda", or "cpu" for a dry run.
     arch: 10 * major + minor.
-    cache_bytes: of the last level.
-    events, clock: what times come from.
+    cache_bytes: size of the last-level cache.
+    events, clock: sources of times.
     """
 
     kind: str
@@ -51,7 +51,7 @@ class Device:
         """After an exception: whether the device can still be used.
 
         Raises:
-            ContextLost: where it cannot; only another process can go on.
+            ContextLost: if it cannot; only another process can continue.
         """
         try:
             self.synchronise()
@@ -63,7 +63,7 @@ def cuda() -> Device:
     """The current GPU.
 
     Raises:
-        RuntimeError: where there is none.
+        RuntimeError: if there is none.
     """
     if not torch.cuda.is_available():
         raise RuntimeError("there is no CUDA device; --dry-run does without one")
@@ -88,7 +88,7 @@ def dry() -> Device:
 
 
 def environment(device: Device) -> dict[str, Any]:
-    """Of the times: what `convselect train` asks for, and what explains them."""
+    """Environment of the times: the fields that `convselect train` needs, and others that explain them."""
     if device.dry:
         name, driver, cudnn = "none (dry run)", None, None
     else:
@@ -119,7 +119,7 @@ def _triton_version() -> str | None:
 
 @contextlib.contextmanager
 def precision_of(problem: ConvProblem) -> Iterator[None]:
-    """Within this context float32 products are TF32 where the problem says so, of convolutions and matrices alike."""
+    """Context in which float32 products, of convolutions and of matrices, are TF32 if the problem says so."""
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
     before = (cudnn.allow_tf32, matmul.allow_tf32)
     cudnn.allow_tf32 = matmul.allow_tf32 = problem.tf32
@@ -148,7 +148,8 @@ def operands(problem: ConvProblem, device: Device, seed: int = 0) -> tuple[Tenso
 
 
 def rotating(problem: ConvProblem, device: Device) -> list[tuple[Tensor, Tensor]]:
-    """Sets of operands that together are more than twice the last-level cache, so that none is found in it again."""
+    """Sets of operands, together more than twice as large as the last-level cache, so that none is still in it when it
+    is used again."""
     first = operands(problem, device)
     each = sum(t.numel() * t.element_size() for t in first)
     copies = min(MOST_COPIES, -(-2 * device.cache_bytes // each))
@@ -156,7 +157,7 @@ def rotating(problem: ConvProblem, device: Device) -> list[tuple[Tensor, Tensor]
 
 
 def reference(a: Tensor, b: Tensor, problem: ConvProblem, run: Callable[..., Tensor]) -> Tensor:
-    """native's result in float64; in float32 without TF32 for 16-bit problems that would take float64 seconds."""
+    """native's result in float64; in float32 without TF32 for 16-bit problems that would take seconds in float64."""
     wide = torch.float32 if problem.element_bytes == 2 and problem.flops > 1e11 else torch.float64
     name = str(wide).removeprefix("torch.")
     exact = problem._replace(dtype=name, tf32=False)
@@ -165,7 +166,7 @@ def reference(a: Tensor, b: Tensor, problem: ConvProblem, run: Callable[..., Ten
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
-    """Relative L2 error; NaN where `got` holds any."""
+    """Relative L2 error; NaN if `got` contains any."""
     wide = want.dtype
     size = torch.linalg.vector_norm(want, dtype=torch.float64).item()
     error = torch.linalg.vector_norm(got.to(wide) - want, dtype=torch.float64).item()

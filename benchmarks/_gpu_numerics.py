@@ -54,7 +54,7 @@ LARGE_CASES = (1, 8, 13, 16, 20, 21, 23, 30, 34, 45, 47, 48, 49)
 BOUNDS = {"float64": 1e-12, "float32": 1e-5, "tf32": 3e-3, "float16": 6e-4, "bfloat16": 5e-3}
 """Relative L2 error, for forward and data gradients; twice as much for weight gradients, which are longer sums."""
 CONFIGURATIONS_EACH = 2
-"""Of a problem; the least tried ones, so that all of them are, on one problem or another."""
+"""Configurations per problem: the least tried ones, so that each is tried on some problem."""
 COLUMNS = ("algorithm", "status", "error", "bound", "problem", "params", "message")
 
 
@@ -124,12 +124,12 @@ def plan(pool: Sequence[TritonAlgorithm], device: Device) -> list[Check]:
 def run(
     checks: Iterable[Check], device: Device, path: Path, deadline: timing.Deadline, on_check: Any = None
 ) -> dict[str, Any]:
-    """Check in order until the deadline; one row each is added to the file. Rows that are there already are skipped.
+    """Check in order until the deadline, and append one row per check to the file. Checks in the file are skipped.
 
-    Returns: how many were right, wrong, failed, and not reached, in the whole file.
+    Returns: numbers of right, wrong, failed and pending checks in the whole file.
 
     Raises:
-        ContextLost: where a kernel made the device unusable; its row is in the file.
+        ContextLost: if a kernel made the device unusable; its row is in the file.
     """
     done = {(row["algorithm"], row["problem"], row["params"]) for row in read(path)}
     before: tuple[ConvProblem, Any, Tensor] | None = None

@@ -1,4 +1,4 @@
-"""The problems that a GPU is measured on: layers of published networks, the most telling first.
+"""The problems that a GPU is measured on: layers of published networks, the most informative first.
 
 `gpu_problems.csv` holds cases chosen one by one: depthwise, grouped, stems, patches, 1x1, dense, dilated, one-row,
 strided gradients, float64, and a tensor of more than 2**31 elements. After them come the same layers in other element
@@ -22,7 +22,7 @@ LAYERS = Path(__file__).parent / "problems.csv"
 COUNT = 250
 BATCHES = (1, 32, 128)
 MOST_BYTES, MOST_FLOPS = 1 << 30, 4e11
-"""Of layers at other batch sizes: dearer ones say no more and take the time of many."""
+"""Bounds on layers at other batch sizes: more expensive ones tell no more and take the time of many."""
 HUGE_FLOPS = 1e12
 # How float32, float16 and bfloat16 take turns in layers that have no element type of their own.
 _STYLES = (

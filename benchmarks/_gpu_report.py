@@ -61,7 +61,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 def speedups(times: Times) -> list[dict[str, Any]]:
     """Per class and direction: problems, geometric mean of native over the best, the same for Triton's alone and for
-    libraries' alone, the worst of the best (1 where native is it), and the winners."""
+    libraries' alone, the minimum of native over the best (1 if native is the best), and the winners."""
     found = []
     for group in GROUPS:
         for direction in Direction:

@@ -1,7 +1,7 @@
 """Times of every applicable algorithm on one problem of a GPU, as the rows that the collector writes.
 
-As `convselect.measure.measure` does on a CPU: each result is compared with float64 first, wrong ones are recorded and
-never timed, those hopelessly behind after the first rounds are dropped. The clock is the GPU's (`timing.on_device`).
+As in `convselect.measure.measure` on a CPU, each result is first compared with float64, wrong algorithms are recorded
+and never timed, and those far behind after the first rounds are dropped. The clock is the GPU's (`_gpu_clock`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks._gpu_clock import on_device
 from benchmarks._gpu_device import Device, precision_of, reference, relative_error, rotating
-from convselect import timing
 from convselect.kernels._contract import Algorithm
 from convselect.kernels.pool import ALL, BY_NAME
 from convselect.kernels.triton.launch import Launch, TritonAlgorithm, interpreting
@@ -24,7 +24,7 @@ from convselect.measure.rows import NATIVE, Row
 from convselect.problem import ConvProblem
 
 ERROR_BOUNDS = {"float64": 1e-11, "float32": 2e-4, "tf32": 5e-3, "float16": 5e-3, "bfloat16": 3e-2}
-"""Relative L2 error beyond which a result is a mistake: as the collector's; TF32 rounds operands to 11 bits."""
+"""Relative L2 error beyond which a result is wrong, as in the collector; TF32 rounds operands to 11 bits."""
 WORKSPACE_BYTES = 8 << 30
 WARM_ROUNDS, ROUNDS = 2, 13
 SAMPLE_US = 200.0
@@ -34,7 +34,7 @@ NEEDS_NO_TIME = frozenset({"reference", "upcast"})
 
 
 def pool_for(problem: ConvProblem, algorithms: Iterable[Algorithm] = ALL) -> list[Algorithm]:
-    """What applies, native first, as the collector has it."""
+    """Algorithms to measure, native first, as in the collector."""
     found = [
         a
         for a in algorithms
@@ -56,9 +56,10 @@ def measure(
     compiled: frozenset[Launch] | set[Launch] | None = None,
     seconds: float = 0.5,
 ) -> list[Row]:
-    """One row per applicable algorithm; on no others than those whose launches are `compiled`, where that is given.
+    """One row per applicable algorithm.
 
     Args:
+        compiled: measure only Triton algorithms all of whose launches are in it; None: all.
         seconds: bound on the timed rounds after the first two.
     """
     native = BY_NAME[NATIVE]
@@ -123,10 +124,10 @@ def _check(
 def _timed(
     calls: Mapping[str, Callable[[int], object]], seed: int, seconds: float, status: dict[str, str], device: Device
 ) -> dict[str, tuple[float, ...]]:
-    """name -> samples in us; marks what is dropped after the first rounds as censored."""
+    """name -> samples in us; algorithms dropped after the first rounds become "censored" in `status`."""
     if not calls:
         return {}
-    time = functools.partial(timing.on_device, events=device.events, clock=device.clock)
+    time = functools.partial(on_device, events=device.events, clock=device.clock)
     first = time(calls, WARM_ROUNDS, seed=seed)
     best = {name: t.min_us for name, t in first.items()}
     fastest = min(best.values())
@@ -134,7 +135,7 @@ def _timed(
     samples = {name: first[name].samples_us for name in calls}
     for name in calls.keys() - kept.keys():
         status[name] = "censored"
-    # Several calls a sample where one is short; the first rounds, of one call each, are then no part of it.
+    # Several calls per sample if one is short; the first rounds, of one call each, are then not counted.
     several = {name: max(1, min(MOST_CALLS, int(SAMPLE_US / best[name]))) for name in kept}
     rest = time(kept, ROUNDS, seed=seed + 1, calls=several, deadline_s=seconds)
     return samples | {name: t.samples_us for name, t in rest.items()}

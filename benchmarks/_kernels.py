@@ -1,8 +1,8 @@
-"""One problem measured: nn.Conv2d against the pool, and against what a converted layer chooses; and summaries of many.
+"""Measure one problem: nn.Conv2d against the pool, and against what a converted layer chooses. Summaries of many.
 
 The baseline is always native in NCHW. Every algorithm that may be chosen automatically under the settings in force
 is compared with float64 before it is timed. A few rounds rank them; the winner, the choice and native are then timed in
-further rounds, from which the ratios come: a winner by luck of the ranking gains nothing from it.
+further rounds, from which the ratios come, so that a lucky ranking gives no advantage.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from convselect import settings, timing
-from convselect.choice.choose import NATIVE, refusal
-from convselect.eager import dispatch
+from convselect.choice.budgets import refusal
+from convselect.choice.choose import NATIVE
+from convselect.eager import resolve
 from convselect.kernels._contract import Algorithm
 from convselect.kernels.pool import ALL, BY_NAME
 from convselect.measure.measure import ERROR_BOUNDS, operands
@@ -31,8 +32,8 @@ from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction
 LAYOUTS = (CONTIGUOUS, CHANNELS_LAST)
 RANKING_ROUNDS = 3
 HOPELESS = 10
-"""Not timed again: what took so many times as long as the fastest when it was checked. oneDNN's channels_last weight
-gradients of large kernels take seconds where others take milliseconds."""
+"""An algorithm that took this many times as long as the fastest while it was checked is not timed. oneDNN's
+channels_last weight gradients of large kernels take seconds while others take milliseconds."""
 
 
 @dataclass
@@ -55,7 +56,7 @@ class Measured:
 def checked(
     algorithm: Algorithm, a: Tensor, b: Tensor, problem: ConvProblem, want: Tensor
 ) -> tuple[Tensor | None, str | None]:
-    """An algorithm's result, and what is wrong with it compared with the float64 result `want`; None where nothing."""
+    """An algorithm's result, and what is wrong with it compared with the float64 result `want`; None if nothing is."""
     try:
         got = algorithm.run(a, b, problem)
     except Exception as error:  # whatever it is: the other algorithms are still to be measured
@@ -102,11 +103,11 @@ def measure(
         choose: problem -> name of the algorithm a converted layer runs; default: what `convselect` would choose.
 
     Raises:
-        RuntimeError: where native itself is wrong.
+        RuntimeError: if native itself is wrong.
     """
     budgets = settings.current()
     if choose is None:
-        choose = lambda p: dispatch.choice_for(p, budgets).algorithm  # noqa: E731
+        choose = lambda p: resolve.choice_for(p, budgets).algorithm  # noqa: E731
     problem = problem._replace(threads=torch.get_num_threads(), layout=CONTIGUOUS, weight_layout=CONTIGUOUS)
     a, b = operands(problem)
     native = BY_NAME[NATIVE]
@@ -192,12 +193,12 @@ class Summary(NamedTuple):
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """NaN where there are no values."""
+    """Geometric mean; NaN without values."""
     return math.exp(float(np.mean(np.log(values)))) if values else math.nan
 
 
 def summary(measured: Sequence[Measured], layout: str) -> Summary:
-    """Of problems measured in this layout. A choice that was wrong, and so was never timed, makes its means NaN."""
+    """Figures over problems measured in this layout. A wrong choice, which was never timed, makes its means NaN."""
     native, best, chosen = ([getattr(m, name)[layout] for m in measured] for name in ("native", "best", "chosen"))
     return Summary(
         len(measured),

@@ -2,7 +2,7 @@
 
 Every side's output is compared with the same network in float64 before anything is timed; a training step's gradients
 too. All sides run float32 on the same number of threads and are timed interleaved, by the wall clock, since some
-compute on threads of their own. ONNX Runtime and OpenVINO take part where they are installed:
+compute on threads of their own. ONNX Runtime and OpenVINO take part if they are installed:
 
     pip install onnx onnxscript onnxruntime openvino
 """
@@ -43,8 +43,8 @@ TRAINING_BATCH = 8
 RIVALS = ("eager", "eager channels_last", "torch.compile", "onnxruntime", "openvino")
 OUTPUT_BOUND = 1e-4
 OUTPUT_FACTOR = 20.0
-"""An ill-conditioned network multiplies everybody's rounding errors: a side may then be so many times as far off as
-eager PyTorch is, as the default precision budget of 1e-5 is of native's 5e-7 per convolution."""
+"""Allowed error relative to eager PyTorch's, for ill-conditioned networks, which multiply all rounding errors. It is
+the ratio of the default precision budget, 1e-5, to native's 5e-7 per convolution."""
 GRADIENT_BOUND = 2e-2  # one ReLU in a million that rounding switches is 1e-3
 MAX_ROUNDS = 100
 
@@ -80,9 +80,7 @@ def sharing_copy(model: nn.Module) -> nn.Module:
 
 
 def converted(model: nn.Module) -> nn.Module:
-    ours = sharing_copy(model)
-    convselect.convert(ours, policy="auto")
-    return ours
+    return convselect.convert(sharing_copy(model), policy="auto")
 
 
 def distance(got: Iterable[Tensor], exact: Iterable[Tensor]) -> float:
@@ -98,8 +96,7 @@ def distance(got: Iterable[Tensor], exact: Iterable[Tensor]) -> float:
 
 
 def _frozen(model: nn.Module, x: Tensor) -> Side:
-    ours = copy.deepcopy(model)
-    convselect.freeze(ours, x)
+    ours = convselect.freeze(copy.deepcopy(model), x)
     return lambda: ours(x)
 
 
@@ -141,7 +138,7 @@ def _openvino(model: nn.Module, x: Tensor, folder: str, threads: int) -> Side:
         raise Absent("openvino is not installed")
     import openvino  # type: ignore[import-not-found]
 
-    # By itself it would compute in bfloat16 where the processor can.
+    # By default it computes in bfloat16 if the processor can.
     properties = {
         "INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32",
     }  # fmt: skip

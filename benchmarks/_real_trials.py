@@ -12,8 +12,9 @@ from torch import Tensor
 
 from benchmarks._classes import read_problems
 from convselect import settings
-from convselect.choice.choose import NATIVE, NOMINATED, Choice, nominees, refusal
-from convselect.eager.live_trial import OnTrial
+from convselect.choice.budgets import refusal
+from convselect.choice.choose import NATIVE, NOMINATED, Choice, nominees
+from convselect.eager.live_trial import LiveTrial
 from convselect.kernels.pool import ALL, BY_NAME
 from convselect.measure.measure import measure_problem, operands
 from convselect.model import loaded
@@ -48,7 +49,7 @@ def really(path: Path, count: int, seed: int = 0) -> dict[str, dict[str, float]]
                 candidates = [] if prediction is None else nominees(problem, BY_NAME, used_settings, prediction)
             else:
                 candidates = sorted(admitted, key=lambda name: -times[name])[:NOMINATED]
-            trial = OnTrial(problem, Choice(NATIVE, "model"), candidates)
+            trial = LiveTrial(problem, Choice(NATIVE, "model"), candidates)
             first = plain = 0.0
             with torch.no_grad():
                 for call in range(CALLS):

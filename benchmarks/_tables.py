@@ -40,16 +40,16 @@ CLASSES = {
     "large": "7x7 and larger",
     "other": "everything else",
 }
-"""Of `kernel_class`, in the order of the page."""
+"""`kernel_class` -> title, in the order of the page."""
 
 
 class Winner(NamedTuple):
     """How an algorithm did over the measured problems.
 
     Attributes:
-        measured: on how many it was right, and timed to the end.
-        fastest: on how many of all no other was faster.
-        gain: geometric mean of native's time over its own, where it was the fastest.
+        measured: number of problems on which it was right, and timed to the end.
+        fastest: number of problems on which no other was faster.
+        gain: geometric mean of native's time over its own, over problems on which it was the fastest.
     """
 
     measured: int

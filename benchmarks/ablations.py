@@ -3,7 +3,7 @@
     python -m benchmarks.ablations times.csv.gz --out benchmarks/results/ablations-cpu.json
     python -m benchmarks.ablations miopen_times_gfx908.csv.gz --split problem --steps 1500 --batch 512 --out ...
 
-Per row, on held-out problems of one fold: test accuracy, fraction of oracle, geometric speed-up over native (where
+Per row, on held-out problems of one fold: test accuracy, fraction of oracle, geometric speed-up over native (if
 there is one) and over the best single rule, and what one choice costs in numpy, features not included.
 """
 

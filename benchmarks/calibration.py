@@ -1,10 +1,10 @@
-"""What a calibration is worth: one family's model on another family's times, corrected by some of those.
+"""What a calibration gains: one family's model on another family's times, corrected by some of those.
 
     python -m benchmarks.calibration --artifact convselect/model/artifacts/cpu-x86-avx512-c.npz \
         --times benchmarks/results/times-cpu-x86-avx2-c.csv.gz
 
-The problems that correct are drawn at random, and what is judged is the rest; means over several draws. "at home" is
-the artifact that was trained on the very times, a bound that no stranger reaches.
+The problems used for the correction are drawn at random, and the rest is judged; means over several draws. "at home" is
+the artifact trained on these very times, a bound that no other artifact reaches.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def measure(artifact: Path, times: Path, seed: int = 0) -> dict[str, dict[str, f
     """Title -> mean figures over the draws."""
     table, _ = read_measured([times])
     float32 = np.array([p.dtype == "float32" for p in table.problems])
-    table = table.part(float32)  # 16-bit types are declined where the processors differ in what they compute in
+    table = table.part(float32)  # 16-bit types are declined if the processors differ in their support
     predictor = Predictor.load(artifact)
     gains, admitted = artifact_gains(predictor, table), ev.admitted(table)
     rng = np.random.default_rng(seed)

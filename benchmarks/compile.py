@@ -5,7 +5,7 @@
 
 All four sides run float32 on the same number of threads and are timed interleaved, a forward pass at batch 1 and a
 training step (forward, backward, SGD) at batch 8. Every side's output, or every gradient, is compared with the same
-network in float64 before anything is timed. The process restarts itself once with malloc told to keep freed memory, for
+network in float64 before anything is timed. The process restarts itself once with malloc set to keep freed memory, for
 all sides alike. Compiling takes a minute or two per network.
 """
 
@@ -53,7 +53,7 @@ MAX_ROUNDS = 100
 @dataclass
 class CompileResult:
     """One network in one mode. `over_compiled` and `over_eager`: how many times faster the compiled and converted
-    network is, as the median over rounds with 20th and 80th percentile; None where a side was wrong."""
+    network is, as the median over rounds with 20th and 80th percentile; None if a side was wrong."""
 
     network: str
     mode: str
@@ -177,7 +177,7 @@ def run(
     ] = True,
     out: Annotated[Path | None, typer.Option(help="JSON file to write, with the environment")] = None,
 ) -> None:
-    """torch.compile'd networks: converted against nn.Conv2d. Exit status 1 where a result was wrong."""
+    """torch.compile'd networks: converted against nn.Conv2d. Exit status 1 if a result was wrong."""
     names = networks or list(NETWORKS)
     for name in names:
         if name not in MODELS:

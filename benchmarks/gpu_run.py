@@ -1,7 +1,7 @@
 """One run on an NVIDIA GPU: are the kernels right, how fast is every algorithm, and what does a call cost.
 
     python -m benchmarks.gpu_run --out results                 # under nine minutes
-    python -m benchmarks.gpu_run --out results --minutes 4     # goes on where it ended
+    python -m benchmarks.gpu_run --out results --minutes 4     # continues where it ended
     python -m benchmarks.gpu_run --out results --phases times
     python -m benchmarks.gpu_run --out /tmp/dry --dry-run      # no GPU: TRITON_INTERPRET=1, tiny, times mean nothing
 
@@ -15,7 +15,7 @@ Phases, each with a share of the time; what one leaves is for the next ones:
     report     speed-ups against their targets, shares of bandwidth, questions      -> results.json
 
 Everything is written as it is found. `convselect train results/times.csv --family cuda-sm90 --out DIR` makes a model of
-the times. Exit status: 0; 1 where a result was wrong or failed; 2 where it could not run; 3 where a kernel made the
+the times. Exit status: 0; 1 if a result was wrong or failed; 2 if it could not run; 3 if a kernel made the
 device unusable, and the same command goes on after it.
 """
 
@@ -33,10 +33,11 @@ from rich.table import Table
 
 from benchmarks import _gpu_compile, _gpu_cost, _gpu_device, _gpu_numerics, _gpu_problems, _gpu_report, _gpu_times
 from benchmarks._gpu_device import ContextLost, Device
+from benchmarks._rows import append_rows
 from convselect import timing
 from convselect.kernels.pool import ALL
 from convselect.kernels.triton.launch import Launch, TritonAlgorithm, interpreting
-from convselect.measure.rows import append_rows, environment_path, read_rows
+from convselect.measure.rows import environment_path, read_rows
 from convselect.problem import ConvProblem, conv_problem
 
 PHASES = ("compile", "numerics", "bandwidth", "cost", "times", "report")
@@ -243,7 +244,7 @@ def _environment(run: Run) -> None:
     """Write it, or find that it is the one that is there.
 
     Raises:
-        ValueError: where the folder's times are of another machine or another version.
+        ValueError: if the folder's times are of another machine or another version.
     """
     found = _gpu_device.environment(run.device)
     path = run.out / "env.json"
@@ -257,11 +258,11 @@ def _environment(run: Run) -> None:
 
 
 def main(
-    out: Annotated[Path, typer.Option("--out", help="Folder for the results; gone on with where it exists.")],
-    minutes: Annotated[float, typer.Option(min=0, help="For everything.")] = 9.0,
+    out: Annotated[Path, typer.Option("--out", help="Folder for the results; a run continues in an existing one.")],
+    minutes: Annotated[float, typer.Option(min=0, help="Time for everything.")] = 9.0,
     phases: Annotated[str, typer.Option(help="Comma-separated: " + ", ".join(PHASES))] = ",".join(PHASES),
     count: Annotated[int, typer.Option(min=1, help="Layers to time.")] = _gpu_problems.COUNT,
-    checks: Annotated[int | None, typer.Option(min=1, help="At most so many numeric checks.")] = None,
+    checks: Annotated[int | None, typer.Option(min=1, help="Maximum number of numeric checks.")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Compiling processes; default: one per CPU.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Tiny problems on the CPU, with a fake clock.")] = False,
 ) -> None:

@@ -1,4 +1,4 @@
-"""The networks the benchmarks run: those of the package, which the demonstration needs where only it is installed.
+"""The networks of the benchmarks: those of the package, which the demonstration needs if only that is installed.
 
 `MODELS` maps a name to (builder, input shape (N, C, H, W)); `build(name)` gives one ready to compare numbers on.
 """

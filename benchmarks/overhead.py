@@ -82,7 +82,7 @@ def choices() -> dict[str, timing.Timing]:
 
     def first_call() -> None:
         lru.clear()
-        dispatch._make_plan(x, weight, layer.bias, (1, 1), (1, 1), (1, 1), 1, convselect.settings.current())
+        dispatch.make_plan(x, weight, layer.bias, (1, 1), (1, 1), (1, 1), 1, convselect.settings.current())
 
     with torch.no_grad():
         return timing.interleaved(

@@ -1,4 +1,4 @@
-"""Whole networks under the policies that choose: what the first calls cost, and what comes of them.
+"""Whole networks under the policies that choose: what the first calls cost, and what they gain.
 
     python -m benchmarks.policies
     python -m benchmarks.policies resnet18 --batch 1 --no-training --out run.json
@@ -6,8 +6,8 @@
 Three sides on the same parameters: stock, converted under "auto", converted under "verify". First, stock and "verify"
 take turns from their very first call on: "first calls" is the sum of verify's times over the sum of stock's, with
 trials, their machinery and cold starts. Then all three are timed interleaved. Nothing is read from or written to a
-store. Outputs, or every gradient, are compared with float64 at each of the first calls, so whatever a trial tries is
-judged.
+store. Outputs, or every gradient, are compared with float64 at each of the first calls, so that every algorithm that a
+trial runs is checked.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from benchmarks.models import MODELS
 from convselect import lru, timing
 from convselect.demo.demo import restart_with_tuned_malloc
 from convselect.demo.tables import print_environment
-from convselect.eager import execution
-from convselect.eager.live_trial import OnTrial
+from convselect.eager import resolve
+from convselect.eager.live_trial import LiveTrial
 from convselect.machine.environment import run_environment
 
 NETWORKS = ("resnet18", "unet", "mobilenet_v2", "convnext_tiny")
 FIRST = 100
 LEAST = 0.98
-"""Of native's speed, after the trials."""
+"""Required speed after the trials, relative to stock."""
 
 
 @dataclass
@@ -110,7 +110,7 @@ def measure(network: str, batch: int, *, training: bool, seconds: float, size: i
             if len(stock) == 1:
                 stock_error = distance(results["stock"](), exact)
             errors.append(distance(results["verify"](), exact))
-        trials = [e.choice for e in execution.choices.entries.values() if isinstance(e.choice, OnTrial)]
+        trials = [e.found for e in resolve.choices.entries.values() if isinstance(e.found, LiveTrial)]
         for _ in range(2):
             sides["auto"]()
         times = timing.interleaved(sides, 100, deadline_s=seconds)
@@ -160,7 +160,7 @@ def run(
     malloc: Annotated[bool, typer.Option("--malloc-tuning/--no-malloc-tuning")] = True,
     out: Annotated[Path | None, typer.Option(help="JSON file to write, with the environment")] = None,
 ) -> None:
-    """Networks under "auto" and "verify" against stock. Exit status 1 where a result was wrong."""
+    """Networks under "auto" and "verify" against stock. Exit status 1 if a result was wrong."""
     names = networks or list(NETWORKS)
     for name in names:
         if name not in MODELS:

@@ -7,9 +7,9 @@
 The baseline is PyTorch's own convolution on NCHW operands. "best" is the fastest automatic algorithm of the pool under
 the precision and workspace budgets in force, which is what a perfect choice would run; "chosen" is what a converted
 layer does run, through the trained artifact (its few microseconds a call are `benchmarks.overhead`'s subject). Shapes
-of the same networks trained the artifact: how it does on networks it has not seen is for its held-out figures to say.
-On one thread the clock is that thread's CPU time, otherwise wall time. Nothing is timed whose result was not compared
-with float64 first. The process restarts itself once with malloc told to keep freed memory, for both sides alike.
+of the same networks trained the artifact; its held-out figures tell how it does on networks it has not seen. On one
+thread the clock is that thread's CPU time, otherwise wall time. Results are compared with float64 before anything is
+timed. The process restarts itself once with malloc set to keep freed memory, for both sides alike.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _number(value: float | None) -> str:
 
 
 def _against(value: float, target: float | None) -> str:
-    """A number in green where it reaches its target, in red where not."""
+    """A number in green if it reaches its target, in red if not."""
     text = _number(value)
     return text if target is None else f"[{'green' if value >= target else 'red'}]{text}[/]"
 
@@ -179,16 +179,16 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--layout", default="both", choices=["both", CONTIGUOUS, CHANNELS_LAST], help="of our operands")
     made.add_argument("--dtype", default="float32", choices=list(ERROR_BOUNDS), help="of all classes but 16-bit")
     made.add_argument("--count", type=int, default=6, help="problems per class and direction")
-    made.add_argument("--rounds", type=int, default=9, help="at most so many samples of each time")
+    made.add_argument("--rounds", type=int, default=9, help="maximum number of samples of each time")
     made.add_argument("--seconds", type=float, help="bound on each problem's timing (1.5) or each network's (20)")
     made.add_argument("--threads", type=int, default=1)
-    made.add_argument("--out", help="JSON file to write, with the run_environment")
+    made.add_argument("--out", help="JSON file to write, with the environment")
     made.add_argument("--no-malloc-tuning", action="store_true", help="leave malloc as it is")
     return made
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0, or 1 where a result was wrong."""
+    """Exit status: 0, or 1 if a result was wrong."""
     options = parser().parse_args(argv)
     if not options.no_malloc_tuning:
         restart_with_tuned_malloc()

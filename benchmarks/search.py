@@ -1,14 +1,14 @@
 """Searches for parameters, compared on recorded times: random against evolution with a cost model, an equal split
-against the scheduler, and how good the cost model is on programs it has not seen.
+against the scheduler, and the cost model on held-out programs.
 
     python -m benchmarks.search replay benchmarks/results/programs-cpu-x86-avx512.csv.gz --out run.json
     python -m benchmarks.search record programs.csv.gz --network resnet50 --network unet --programs 250
     python -m benchmarks.search record many.csv.gz --network layers.csv --each 16 --algorithm direct --minutes 20
 
-`record` measures the defaults of every algorithm and so many programs drawn at random per problem, or of each
+`record` measures the defaults of every algorithm and programs drawn at random per problem, or per problem and
 algorithm, each checked against float64 first, in turns with native. `replay` needs nothing but the file, so strategies
-compare on any machine: a search can only measure what was recorded, and a program that was not stands for the nearest
-that was.
+can be compared on any machine: a search can only measure recorded programs; any other is replaced by the nearest
+recorded one.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from benchmarks._quality import Quality, quality
+from benchmarks._recorded import Recorded, Replay, read_recorded, replayed, write_recorded
 from convselect import timing
 from convselect.choice.choose import NATIVE
 from convselect.machine.environment import run_environment
-from convselect.tune.cost_model import CostModel, Quality, quality, throughput
+from convselect.tune.cost_model import CostModel, throughput
 from convselect.tune.programs import Program, Programs
-from convselect.tune.records import Recorded, read_recorded, write_recorded
-from convselect.tune.runner import Replay
 from convselect.tune.scheduler import Objective
 from convselect.tune.search import Search
-from convselect.tune.tuning import Tuning, problems_of, replayed
+from convselect.tune.tuning import Tuning, problems_of
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 TOP = 30
@@ -43,9 +43,9 @@ TOP = 30
 
 
 class _Each(Search):
-    """So many programs of every algorithm, each algorithm's in a batch of its own with its default: beside other
-    neighbours a default may take 5 % more, and whatever is compared with it seems to gain. The first third is drawn as
-    for every other problem, so that programs can be compared between problems."""
+    """`each` programs of every algorithm, each algorithm's in a batch of its own with its default: in turns with other
+    algorithms a default may take 5 % more, and programs compared with it seem to gain. The first third is the same for
+    every problem, so that programs can be compared between problems."""
 
     def __init__(self, programs: Programs, seed: int, each: int) -> None:
         super().__init__(programs, random.Random(f"{seed} {programs.problem}"))
@@ -72,17 +72,17 @@ def record(
         list[str] | None,
         typer.Option(help="Also lists of layers, as `convselect tune` does; default resnet50, unet."),
     ] = None,
-    programs: Annotated[int, typer.Option(help="Drawn per problem, besides the defaults.")] = 250,
+    programs: Annotated[int, typer.Option(help="Programs drawn per problem, besides the defaults.")] = 250,
     each: Annotated[
-        int, typer.Option(help="Drawn per problem and algorithm instead; a third are the same for all.")
+        int, typer.Option(help="Programs drawn per problem and algorithm instead; a third are the same for all.")
     ] = 0,
     algorithm: Annotated[list[str] | None, typer.Option(help="Only native's and these algorithms' programs.")] = None,
-    problems: Annotated[int | None, typer.Option(help="Only so many per network, by calls x operations.")] = None,
-    minutes: Annotated[float, typer.Option(help="No problem is begun after so long.")] = 15.0,
-    rounds: Annotated[int, typer.Option(help="Timed calls of a program, of which the least counts.")] = 12,
+    problems: Annotated[int | None, typer.Option(help="Maximum per network, largest by calls x operations.")] = None,
+    minutes: Annotated[float, typer.Option(help="No problem is started after this time.")] = 15.0,
+    rounds: Annotated[int, typer.Option(help="Timed calls of a program; the minimum counts.")] = 12,
     seed: int = 0,
 ) -> None:
-    """Measure programs of networks' forward problems on one thread. A file that is there is added to."""
+    """Measure programs of networks' forward problems on one thread. An existing file is extended."""
     from convselect import settings
     from convselect.cli import tune
     from convselect.kernels.pool import BY_NAME
@@ -144,7 +144,7 @@ def record(
 
 
 def model_quality(recorded: Sequence[Recorded], backend: str, *, by_problem: bool, seed: int = 0) -> Quality:
-    """On programs that were not learnt from: a quarter of each problem's, or all of a quarter of the problems."""
+    """Quality on held-out programs: a quarter of each problem's, or all of a quarter of the problems."""
     source = np.random.default_rng(seed)
     model = CostModel(seed, backend)
     pairs = []
@@ -178,7 +178,7 @@ def model_quality(recorded: Sequence[Recorded], backend: str, *, by_problem: boo
 
 
 def untuned_us(one: Recorded) -> float:
-    """Time of what runs without tuning; native's where that was wrong."""
+    """Time of the program that runs without tuning; native's if that was wrong."""
     times = one.times_us
     return times.get(one.chosen or Program("native"), times[Program("native")])
 
@@ -192,7 +192,7 @@ def curve(one: Recorded, strategy: str, trials: int, seed: int, batch: int, back
 
 
 def first_at(curve: Sequence[float], goal: float) -> int | None:
-    """After how many trials this time is reached; None: never."""
+    """Number of trials after which this time is reached; None: never."""
     return next((i + 1 for i, us in enumerate(curve) if us <= goal), None)
 
 
@@ -204,8 +204,8 @@ def compare_searches(
     Returns: number of trials ->
         speedup_*: geometric mean of how many times faster than untuned; of_best_*: of best recorded over found;
         better, worse: shares of runs in which evolution found something faster or slower by more than 0.5 %;
-        reach, reach_mean: median and mean share of the trials after which evolution has what random has in the end, 1
-        where it never has; reach_after_defaults: without the defaults, which are measured first by both.
+        reach, reach_mean: median and mean share of the trials after which evolution has reached random's final time, 1
+        if it never does; reach_after_defaults: without the defaults, which are measured first by both.
     """
     curves: list[tuple[Recorded, list[float], list[float]]] = []
     for one in recorded:
@@ -247,7 +247,7 @@ def compare_schedules(
     Returns: number of trials per problem ->
         equal, scheduler: latency at the end over that of the best recorded programs, means over seeds; untuned: the
         same without tuning; reach: median share of the equal split's trials after which the scheduler is as good, 1
-        where it never is; reach_after_first: without the first round of every problem, which both have;
+        if it never is; reach_after_first: without the first round of every problem, which both have;
         to_2_percent, to_1_percent: trials after the first rounds to come so near the best recorded latency, over those
         that the equal split takes for it; medians over the seeds in which both come that near.
     """

@@ -9,7 +9,8 @@ import torch
 from benchmarks._classes import CLASSES, drawn, read_problems
 from benchmarks._kernels import checked
 from convselect import settings
-from convselect.choice.choose import NATIVE, refusal
+from convselect.choice.budgets import refusal
+from convselect.choice.choose import NATIVE
 from convselect.kernels.pool import ALL, BY_NAME
 from convselect.measure.measure import operands
 from convselect.problem import Direction

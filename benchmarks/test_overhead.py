@@ -81,6 +81,6 @@ def test_first_call_of_a_new_problem(benchmark):
 
     def plan():
         lru.clear()
-        return dispatch._make_plan(x, layer.weight, layer.bias, (1, 1), (1, 1), (1, 1), 1, settings)
+        return dispatch.make_plan(x, layer.weight, layer.bias, (1, 1), (1, 1), (1, 1), 1, settings)
 
     assert benchmark(plan) is not None

@@ -1,4 +1,4 @@
-"""What trials on real calls are worth, replayed on measured times with noise: by held-out models, and by a lying one.
+"""What trials on real calls gain, replayed on measured times with noise, with held-out models and with a lying one.
 
     python -m benchmarks.verification benchmarks/results/times-cpu-x86-avx512-c.csv.gz
     python -m benchmarks.verification benchmarks/problems.csv --real 100
@@ -8,9 +8,9 @@ algorithms that the budgets admit. Every problem is called 1,000 times; a call t
 times exp(N(0, sd^2)), and sometimes an interruption of twice the time on average. "First 100 calls" are over what
 native takes under the same noise, the machinery of trials included.
 
-With `--real`, nothing is replayed: so many problems of a list are called on this machine, the shipped model and the
-lying one nominate (the lying one by times measured just before), and afterwards what was settled on is timed against
-native, interleaved.
+With `--real COUNT`, nothing is replayed: that many problems of a list are called on this machine, the shipped model and
+the lying one nominate (the lying one by times measured just before), and afterwards the algorithm that a trial settled
+on is timed against native, interleaved.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def trials(
 
 
 def figures(choice: ev.Ints, times_us: ev.Floats) -> dict[str, float]:
-    """Of what is used in the end."""
+    """Figures of the algorithms used in the end."""
     used = times_us[np.arange(len(choice)), choice]
     fraction, slowdown = np.nanmin(times_us, 1) / used, used / times_us[:, 0]
     return {
@@ -128,11 +128,11 @@ def measure(times: Path, fold: int, steps: int, limit: int | None = None) -> dic
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.verification", description="What trials on real calls are worth.")
     parser.add_argument("times", type=Path, help="CSV or store of measured times; with --real a list of layers")
-    parser.add_argument("--fold", type=int, default=0, help="of five by network family: the one that is held out")
-    parser.add_argument("--steps", type=int, default=Recipe.steps, help="of training")
-    parser.add_argument("--limit", type=int, help="so many problems at most")
-    parser.add_argument("--real", type=int, metavar="COUNT", help="call so many layers of a list on this machine")
-    parser.add_argument("--out", type=Path, help="JSON file to write, with the run_environment")
+    parser.add_argument("--fold", type=int, default=0, help="the held-out one of five folds by network family")
+    parser.add_argument("--steps", type=int, default=Recipe.steps, help="training steps")
+    parser.add_argument("--limit", type=int, help="maximum number of problems")
+    parser.add_argument("--real", type=int, metavar="COUNT", help="call this many layers of a list on this machine")
+    parser.add_argument("--out", type=Path, help="JSON file to write, with the environment")
     options = parser.parse_args(argv)
     if options.real:
         result = really(options.times, options.real)

@@ -1,18 +1,16 @@
 """convselect: a drop-in `nn.Conv2d` that picks the fastest correct way to do each convolution.
 
 import convselect
-convselect.convert(model)      # in place; the same model, faster
+model = convselect.convert(model)      # in place; the same model, faster
 """
 
 from convselect import distributed
 from convselect._version import __version__
-from convselect.convert import ConversionReport, convert, revert
-from convselect.eager import log as log  # its handler, where CONVSELECT_LOG asks for one
+from convselect.convert import convert, revert
 from convselect.enabled import disable, enable, enabled
 from convselect.explain import Explanation, explain, explain_problem
-from convselect.freeze.freeze import FreezeReport, freeze, unfreeze
+from convselect.freeze.freeze import freeze, unfreeze
 from convselect.functional import conv2d
-from convselect.graph import ops as ops  # registers the operators that a saved graph may hold
 from convselect.kernels._contract import Grade, NotApplicable
 from convselect.layer import SelectedConv2d
 from convselect.lru import clear
@@ -20,19 +18,19 @@ from convselect.model.loaded import unload
 from convselect.problem import ConvProblem, Direction
 from convselect.settings import Settings, set_defaults, use
 from convselect.store.process import configure as set_store
+from convselect.summary import Summary, summary
 from convselect.warnings import ConvselectWarning
 
 __all__ = [
     "ConvProblem",
-    "ConversionReport",
     "ConvselectWarning",
     "Direction",
     "Explanation",
-    "FreezeReport",
     "Grade",
     "NotApplicable",
     "SelectedConv2d",
     "Settings",
+    "Summary",
     "__version__",
     "clear",
     "conv2d",
@@ -47,6 +45,7 @@ __all__ = [
     "revert",
     "set_defaults",
     "set_store",
+    "summary",
     "unfreeze",
     "unload",
     "use",

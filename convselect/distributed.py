@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def same_choices(group: ProcessGroup | None = None) -> None:
     """Make all ranks of a process group choose alike: rank 0 decides.
 
-    Ranks choose differently where their machines were calibrated differently or have other artifacts or defaults; then
+    Ranks choose differently if their machines were calibrated differently or have other artifacts or defaults; then
     they differ in the last digits and, what costs more, in how long a step takes. A choice follows from the problem,
     the settings and the model, so this sends rank 0's model and rank 0's defaults (`set_defaults`) to the others once,
     and forgets choices made before. What a rank times for itself would set it apart again: default policies that time
@@ -54,21 +54,21 @@ def same_choices(group: ProcessGroup | None = None) -> None:
     abilities: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(abilities, _abilities(), group=group)
     settings.set_default_settings(defaults)
-    loaded.give(predictor)
+    loaded.override(predictor)
     process.configure("off")
     lru.clear()
     if any(other != abilities[0] for other in abilities):
         differing = sorted({key for other in abilities for key in other if other[key] != abilities[0][key]})
         warn_once(
             "ranks differ",
-            f"convselect: the ranks differ in {', '.join(differing)}; where that matters, so do their choices still.",
+            f"convselect: the ranks differ in {', '.join(differing)}; if that matters, so do their choices still.",
         )
 
 
 def own_choices() -> None:
     """This rank chooses by itself again, by its own model and store; the defaults stay as they are. No
     communication."""
-    loaded.own()
+    loaded.use_local()
     process.configure()
     lru.clear()
 

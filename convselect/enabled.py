@@ -1,8 +1,7 @@
 """`with convselect.enabled():` for code that calls `F.conv2d` itself and has no layer to convert.
 
-A torch-function mode, so nothing outside is touched: it sees every torch function that its thread calls inside, lets
-them pass, and hands `torch.conv2d` (which is what `F.conv2d` is) to the choice. Each function that passes costs about a
-microsecond.
+A torch-function mode, so nothing outside is touched: it sees every torch function that its thread calls inside, sends
+`torch.conv2d` (which is what `F.conv2d` is) to `convselect.conv2d`, and passes on all others, at about 1 us each.
 """
 
 from __future__ import annotations
@@ -24,18 +23,16 @@ _NAMES = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 
 
 class enabled(ContextDecorator, TorchFunctionMode):
-    """Within this context every `F.conv2d` / `torch.conv2d` call of this thread goes through the choice.
+    """Within this context every `F.conv2d` / `torch.conv2d` call of this thread is a `convselect.conv2d` call.
 
-    The rules are those of `convselect.conv2d`: what a converted layer leaves to PyTorch (tensor subclasses, integers,
-    tracers, invalid arguments) is PyTorch's here as well. Plain `nn.Conv2d` layers choose too; converted ones go on as
-    before, under their own policy. Nests; works as a decorator; local to the thread, so that other threads and those
-    started inside notice nothing. Backward passes take the choices of their forward, inside or outside. A checkpointed
-    forward is recomputed by PyTorch's own convolution, since PyTorch suspends these modes in a backward pass; convert
-    the layers where the recomputed bits must be the first ones.
+    What a converted layer leaves to PyTorch (tensor subclasses, integers, tracers, invalid arguments) is PyTorch's here
+    as well. Plain `nn.Conv2d` layers choose too; converted ones keep their own policy. Nests; works as a decorator;
+    local to the thread: other threads, also those started inside, are not affected. Backward passes take the choices of
+    their forward, inside or outside. A checkpointed forward is recomputed by PyTorch's own convolution, since PyTorch
+    suspends these modes in a backward pass; convert the layers if the recomputed bits must equal the first ones.
 
     Args:
-        policy, budgets: as for `convselect.use`, which is what they call: they hold for converted
-            layers inside as well.
+        policy, budgets: as for `convselect.use`; they hold for converted layers inside as well.
 
     Raises:
         ValueError: for an unknown precision or a negative workspace, on entry.
@@ -47,7 +44,7 @@ class enabled(ContextDecorator, TorchFunctionMode):
         self._uses: list[AbstractContextManager[settings.Settings]] = []
 
     def _recreate_cm(self) -> enabled:
-        # As a decorator: an object per call, so that calls from several threads share nothing.
+        # As a decorator: one object per call, so calls from several threads share nothing.
         return enabled(self._policy, **self._budgets)
 
     def __enter__(self) -> enabled:
@@ -78,7 +75,7 @@ class enabled(ContextDecorator, TorchFunctionMode):
 
 
 def _complete(args: Any, kwargs: Any) -> bool:
-    """Whether these are the arguments of a convolution by number and name. PyTorch complains about any others."""
+    """Whether number and names of the arguments are those of a convolution. PyTorch raises for any others."""
     if not kwargs:
         return 2 <= len(args) <= len(_NAMES)
     given = {*_NAMES[: len(args)], *kwargs}
@@ -86,8 +83,8 @@ def _complete(args: Any, kwargs: Any) -> bool:
 
 
 def _called_by_convselect() -> bool:
-    """Whether the call under way is native's, by dispatch or an algorithm: that one is settled. Between it and this
-    mode there may be other modes, which pass it on."""
+    """Whether dispatch or an algorithm made this call, to run natively. Between it and this mode there may be other
+    modes, which pass the call on."""
     frame = sys._getframe(2)
     while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
         frame = frame.f_back
@@ -98,33 +95,33 @@ def _called_by_convselect() -> bool:
 
 
 def enable() -> None:
-    """What `enabled()` does, for the calling thread from here on: until `disable()` in the same thread, or its end.
+    """As `enabled()`, for the calling thread until `disable()` in the same thread, or until the thread ends.
 
-    Other threads, those started later included, are not affected and may call it themselves: torch-function modes
-    belong to threads. (A backward pass needs nothing: it takes the choices of its forward.) A second `enable()` changes
-    nothing. The policy is the context's (`convselect.use`), then the process's (`convselect.set_defaults`).
+    Other threads, also those started later, are not affected and may call it themselves: torch-function modes are
+    local to threads. (A backward pass takes the choices of its forward, in any thread.) A second `enable()` changes
+    nothing. The policy is the context's (`convselect.use`), else the process's (`convselect.set_defaults`).
     """
     stack = _pop_all()
     try:
         if not any(isinstance(mode, _Permanent) for mode in stack):
-            # Under all others, so that contexts that are open now close as they expect; only the default device insists
-            # on being the lowest.
+            # Below all others, so that contexts that are open now can close; only the default device must stay the
+            # lowest.
             stack.insert(1 if stack and isinstance(stack[0], DeviceContext) else 0, _Permanent())
     finally:
         _push_all(stack)
 
 
 def disable() -> None:
-    """Undo `enable()` in the calling thread; without one, do nothing. Contexts of `enabled()` stay as they are."""
+    """Undo `enable()` in the calling thread, if there was one. Contexts of `enabled()` stay as they are."""
     _push_all([mode for mode in _pop_all() if not isinstance(mode, _Permanent)])
 
 
 class _Permanent(enabled):
-    """What `enable()` puts there and `disable()` takes away."""
+    """The mode that `enable()` adds and `disable()` removes."""
 
 
 def _pop_all() -> list[Any]:
-    """All torch-function modes of this thread, lowest first, off the stack."""
+    """Take all torch-function modes of this thread off the stack; lowest first."""
     modes = [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())]
     return modes[::-1]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from convselect import settings
+from convselect.aten.arguments import problems_of
 from convselect.choice.reasons import reasons, times
-from convselect.eager import dispatch
+from convselect.eager import resolve
 from convselect.kernels.pool import BY_NAME
 from convselect.model import loaded
 from convselect.problem import ConvProblem
@@ -29,11 +31,12 @@ class Row:
     Attributes:
         layer: the layer's name in the model, "" for a problem on its own.
         source: where the choice came from: "forced", "memory", "store", "model", "verify" or "measure" (timed in this
-            process), "trial" (being timed), "fallback" (native, since nothing speaks for anything else).
+            process), "trial" (being timed), "fallback" (native, since there is no reason for another).
         probability, gain: the model's probability for the algorithm, among those that apply, and predicted speed
-            relative to native; None where the model was not asked.
+            relative to native; None if the model was not asked.
         why_not: for every other algorithm, one sentence.
-        params: tuned or predicted parameters of the algorithm; None: its default.
+        params: tuned parameters of the algorithm; None for its default.
+        predicted: predicted speed relative to native, for every algorithm that may be chosen automatically here.
     """
 
     layer: str
@@ -45,11 +48,12 @@ class Row:
     gain: float | None
     why_not: dict[str, str] = field(default_factory=dict)
     params: dict[str, int] | None = None
+    predicted: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """The rows of a table; `str()` prints it, `to_json()` hands it on. `details()` adds every reason."""
+    """A table: `str()` is for reading, `to_json()` for programs. `details()` adds every reason."""
 
     rows: tuple[Row, ...]
     note: str = ""
@@ -67,8 +71,8 @@ class Explanation:
     def summary(self) -> dict[str, dict[str, Any]]:
         """Direction -> {"algorithms": name -> number of rows, most frequent first, "gain": times native's speed}.
 
-        The gain is over all rows of the direction, as if native took equally long for every operation: native's times
-        are not known without timing. None where no row has a gain.
+        The gain is over all rows of the direction, weighted by FLOPs: native's times are not known without timing. None
+        if no row has a gain.
         """
         found: dict[str, dict[str, Any]] = {}
         for direction in dict.fromkeys(row.direction for row in self.rows):
@@ -93,7 +97,7 @@ class Explanation:
     def __str__(self) -> str:
         header = ("layer", "direction", "problem", "algorithm", "source", "p", "gain")
         cells = [
-            (r.layer, r.direction, short(r.problem), r.algorithm, r.source, _number(r.probability), times(r.gain))
+            (r.layer, r.direction, r.problem.brief, r.algorithm, r.source, _number(r.probability), times(r.gain))
             for r in self.rows
         ]
         lines = [_table(header, cells)]
@@ -102,7 +106,7 @@ class Explanation:
         return "\n".join([*lines, self.note] if self.note else lines)
 
     def details(self) -> str:
-        """The table, and below it per row why each other algorithm was not taken."""
+        """The table, and per row why each other algorithm was not chosen."""
         lines = [str(self)]
         for row in self.rows:
             params = "".join(f" {name}={value}" for name, value in (row.params or {}).items())
@@ -112,17 +116,18 @@ class Explanation:
 
 
 def explain_problem(problem: ConvProblem, *, layer: str = "", policy: str | None = None) -> Explanation:
-    """What is chosen for one problem and why nothing else is.
+    """What is chosen for one problem, and why each other algorithm is not.
 
     Raises:
-        NotApplicable, ValueError: a forced policy that cannot do it, or names no algorithm.
+        NotApplicable: the forced policy cannot do this problem.
+        ValueError: the policy names no algorithm.
     """
     current = settings.current()
     return Explanation((_row(layer, problem, current if policy is None else settings.with_policy(current, policy)),))
 
 
 def explain(target: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:
-    """Run `target(*inputs)` once, forward only, and tell what every convolution in it chooses, per direction.
+    """Run `target(*inputs)` once, forward only, and say what every convolution in it chooses, per direction.
 
     Args:
         target: a layer or a model; plain `nn.Conv2d` layers are explained as if they were converted.
@@ -130,7 +135,7 @@ def explain(target: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:
 
     Returns:
         A row per layer and shape for the forward direction, and for each gradient that training would need under the
-        current grad mode. Prints well.
+        current grad mode.
 
     The module's buffers (batch-norm statistics) and its training mode are left as they were.
     """
@@ -141,7 +146,7 @@ def explain(target: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:
         policy = getattr(layer, "policy", None)
         current = settings.current()
         used = current if policy is None else settings.with_policy(current, policy)
-        for problem in dispatch.problems_of(layer, x):
+        for problem in problems_of(layer, x):
             if (name, problem) not in seen:
                 seen.add((name, problem))
                 rows.append(_row(name, problem, used))
@@ -175,15 +180,21 @@ def _recording(target: nn.Module, record: Any) -> Iterator[None]:
 
 
 def _row(layer: str, problem: ConvProblem, used: Settings) -> Row:
-    choice = dispatch.choice_for(problem, used)
+    choice = resolve.choice_for(problem, used)
     predictor = loaded.get_for(problem) if used.chooses else None
     prediction = predictor.predict(problem) if predictor is not None else None
-    probability = choice.probability
-    if probability is not None and prediction is not None:
-        # The model spreads its probability over every name it knows; what cannot run here does not share.
-        known = [name for name in prediction.ranked if name in BY_NAME]
-        applicable = [name for name in known if BY_NAME[name].why_not(problem) is None]
-        probability /= sum(prediction.probability(name) for name in applicable)
+    probability, predicted = choice.probability, dict[str, float]()
+    if prediction is not None:
+        known = [BY_NAME[name] for name in prediction.ranked if name in BY_NAME]
+        applicable = [a for a in known if a.why_not(problem) is None]
+        predicted = {
+            a.name: math.exp(prediction.log_gain(a.name))
+            for a in applicable
+            if a.automatic and a.same_as_native(problem) is None
+        }
+        if probability is not None:
+            # The model spreads its probability over every name it knows; what cannot run here does not share.
+            probability /= sum(prediction.probability(a.name) for a in applicable)
     return Row(
         layer,
         str(problem.direction),
@@ -194,26 +205,8 @@ def _row(layer: str, problem: ConvProblem, used: Settings) -> Row:
         choice.predicted_gain,
         reasons(problem, choice, used, prediction),
         None if choice.params is None else dict(choice.params),
+        predicted,
     )
-
-
-def short(problem: ConvProblem) -> str:
-    """A problem in a few characters: "1x64x56x56 -> 64, 3x3 s2 p1 d2 g32 bfloat16 channels_last"."""
-    p = problem
-    parts = [f"{p.N}x{p.C}x{p.H}x{p.W} -> {p.K}, {p.R}x{p.S}"]
-    if p.stride != (1, 1):
-        parts.append(f"s{p.stride_h}" if p.stride_h == p.stride_w else f"s({p.stride_h},{p.stride_w})")
-    if any(p.padding):
-        parts.append(f"p{p.pad_top}" if len(set(p.padding)) == 1 else "p" + str(p.padding).replace(" ", ""))
-    if p.dilation != (1, 1):
-        parts.append(f"d{p.dil_h}" if p.dil_h == p.dil_w else f"d({p.dil_h},{p.dil_w})")
-    if p.groups > 1:
-        parts.append(f"g{p.groups}")
-    if p.dtype != "float32":
-        parts.append(p.dtype)
-    if p.layout != "contiguous":
-        parts.append(p.layout)
-    return " ".join(parts)
 
 
 def _number(value: float | None) -> str:
@@ -221,7 +214,7 @@ def _number(value: float | None) -> str:
 
 
 def _table(header: tuple[str, ...], cells: Sequence[tuple[str, ...]]) -> str:
-    """By rich where it is installed, in plain columns where it is not: the table must not cost a dependency."""
+    """By rich if it is installed, else in plain columns: the table must not need a dependency."""
     try:
         from rich import box
         from rich.console import Console
@@ -237,4 +230,4 @@ def _table(header: tuple[str, ...], cells: Sequence[tuple[str, ...]]) -> str:
     return out.getvalue().rstrip()
 
 
-__all__ = ["Explanation", "Row", "explain", "explain_problem", "short"]
+__all__ = ["Explanation", "Row", "explain", "explain_problem"]

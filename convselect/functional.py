@@ -1,4 +1,4 @@
-"""`convselect.conv2d`: the same arguments as `torch.nn.functional.conv2d`, and one more."""
+"""`convselect.conv2d`: `torch.nn.functional.conv2d` with one more argument, the policy."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from convselect.eager import dispatch
+from convselect.graph import ops as ops  # registers the operators of saved graphs
 
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _is_exporting = torch.compiler.is_exporting
@@ -33,8 +34,8 @@ def conv2d(
         weight: (K, C / groups, R, S).
         bias: (K,) or None.
         stride, padding, dilation, groups: as in PyTorch; `padding` also takes "same" and "valid".
-        policy: "auto", "verify", "measure", "native" or the name of an algorithm; None takes the context's
-            (`convselect.use`), then the process's (`CONVSELECT_POLICY`).
+        policy: "auto", "verify", "measure", "native" or the name of an algorithm; None for the context's
+            (`convselect.use`), else the process's (`CONVSELECT_POLICY`).
 
     Returns:
         (N, K, P, Q), or (K, P, Q) for an unbatched input.
@@ -42,17 +43,18 @@ def conv2d(
     Raises:
         NotApplicable: an algorithm named by `policy` cannot do this problem.
         ValueError: `policy` names no algorithm.
-        RuntimeError, TypeError: whatever `torch.nn.functional.conv2d` raises for the same arguments.
+        RuntimeError, TypeError: as `torch.nn.functional.conv2d` for the same arguments.
     """
-    # Ints and pairs, lists and tuples are one and the same call and share one cache entry.
+    # An int and a pair of it are the same call and share one cache entry.
     if type(stride) is int:
         stride = (stride, stride)
     if type(padding) is int:
         padding = (padding, padding)
     if type(dilation) is int:
         dilation = (dilation, dilation)
+    geometry = (stride, padding, dilation, groups)
     if _is_dynamo_compiling() or _is_exporting():
         from convselect.graph import traced  # needs dynamo
 
-        return traced.conv2d(input, weight, bias, stride, padding, dilation, groups, policy)
-    return dispatch.conv2d(input, weight, bias, stride, padding, dilation, groups, policy)
+        return traced.conv2d(input, weight, bias, geometry, policy)
+    return dispatch.conv2d(input, weight, bias, geometry, policy)

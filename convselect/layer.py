@@ -1,7 +1,8 @@
-"""`SelectedConv2d`: an `nn.Conv2d` in everything but the clock."""
+"""`SelectedConv2d`: an `nn.Conv2d` in everything but its speed, and which modules it may stand in for."""
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Proxy
 
+from convselect.choice.choose import check_policy
 from convselect.eager import dispatch
 
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
@@ -19,9 +21,8 @@ _PLAIN_CONV = nn.Conv2d(1, 1, 1, device="meta")
 class SelectedConv2d(nn.Conv2d):
     """Drop-in `torch.nn.Conv2d` that picks its algorithm per shape and direction.
 
-    Same arguments, parameters, state_dict keys, hooks, results and strides. `policy` (None, "auto", "verify",
-    "measure", "native" or an algorithm's name) overrides the context's for this layer; it is an attribute and may be
-    changed at any time.
+    Same arguments, parameters, state_dict keys, hooks, results and strides. `policy` ("auto", "verify", "measure",
+    "native" or an algorithm's name; None for the context's) is an attribute and may be changed at any time.
 
     Raises:
         ValueError: `policy` names no algorithm.
@@ -30,7 +31,7 @@ class SelectedConv2d(nn.Conv2d):
     # On the class, so that converting a layer is a change of class and nothing else.
     policy: str | None = None
 
-    def __init__(  # written out, because torch.nn.utils.skip_init and others read the signature
+    def __init__(  # written out, since torch.nn.utils.skip_init and others read the signature
         self, in_channels: int, out_channels: int, kernel_size: Any, stride: Any = 1, padding: Any = 0,
         dilation: Any = 1, groups: int = 1, bias: bool = True, padding_mode: Any = "zeros", device: Any = None,
         dtype: Any = None, *, policy: str | None = None,
@@ -39,7 +40,7 @@ class SelectedConv2d(nn.Conv2d):
             in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype
         )
         if policy is not None:
-            dispatch.check_policy(policy)
+            check_policy(policy)
             self.policy = policy
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -56,15 +57,16 @@ class SelectedConv2d(nn.Conv2d):
             if self.padding_mode != "zeros":
                 input = F.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode)
                 padding = (0, 0)
+            geometry = (self.stride, padding, self.dilation, self.groups)
             if _is_dynamo_compiling() or _is_exporting():
                 from convselect.graph import traced  # needs dynamo
 
-                return traced.conv2d(input, weight, bias, self.stride, padding, self.dilation, self.groups, self.policy)
-            return dispatch.conv2d(input, weight, bias, self.stride, padding, self.dilation, self.groups, self.policy)
+                return traced.conv2d(input, weight, bias, geometry, self.policy)
+            return dispatch.conv2d(input, weight, bias, geometry, self.policy)
 
     def _as_leaf(self, input: Any, *parameters: Any) -> Any:
-        """Symbolic tracing: where the tracer would keep an nn.Conv2d whole, keep this layer whole. (The default tracer
-        tells leaves by where their class is defined, so that it traces into ours and arrives here.)"""
+        """Symbolic tracing: if the tracer would keep an nn.Conv2d whole, keep this layer whole. (The default tracer
+        tells leaves by the module that defines their class, so it traces into ours and arrives here.)"""
         tracer = input.tracer
         path = tracer.path_of_module(self)
         if not tracer.is_leaf_module(_PLAIN_CONV, path):
@@ -77,3 +79,57 @@ class SelectedConv2d(nn.Conv2d):
     def extra_repr(self) -> str:
         text = super().extra_repr()
         return text if self.policy is None else f"{text}, policy={self.policy!r}"
+
+
+# ---- modules of users ---------------------------------------------------------------------------------------------
+
+
+def check_module(target: Any, function: str, verb: str | None = None) -> None:
+    """Raises TypeError if `target` is no nn.Module, naming the attributes to `verb` (default: `function`) instead: a
+    pipeline's modules that contain convolutions, from its dict `components`, else from its own attributes."""
+    if isinstance(target, nn.Module):
+        return
+    held: Any = None
+    with contextlib.suppress(Exception):  # a property, which may raise anything
+        held = target.components
+    if not isinstance(held, dict):
+        held = {} if isinstance(target, type) else getattr(target, "__dict__", {})
+    names = [
+        str(name)
+        for name, value in held.items()
+        if isinstance(value, nn.Module) and any(isinstance(m, nn.modules.conv._ConvNd) for m in value.modules())
+    ]
+    advice = f"; {verb or function} its modules instead: {', '.join(names)}" if names else ""
+    raise TypeError(f"{function} takes an nn.Module, not {type(target).__name__}{advice}.")
+
+
+def why_not_converted(module: nn.Module) -> str | None:
+    """None if this is a plain nn.Conv2d, parametrized or not, which may become a SelectedConv2d. "" if it is one
+    already, or no convolution. Otherwise a sentence: why it stays what it is."""
+    kind = type(module)
+    if kind is nn.Conv2d or _is_parametrized_conv2d(kind):
+        return None
+    if isinstance(module, SelectedConv2d):
+        return ""
+    if isinstance(module, nn.LazyConv2d):
+        return "It is lazy and has no weight before its first call; convert the model after that."
+    if isinstance(module, nn.modules.conv._ConvTransposeNd):
+        return "It is a transposed convolution; only nn.Conv2d is converted."
+    if isinstance(module, nn.Conv1d | nn.Conv3d):
+        return f"It is {kind.__name__}; only nn.Conv2d is converted."
+    if isinstance(module, nn.Conv2d):
+        return f"{kind.__module__}.{kind.__qualname__} is a subclass of nn.Conv2d and may compute something else."
+    if "Conv" in kind.__name__ and "quantized" in kind.__module__:
+        return "It is quantised; only floating-point nn.Conv2d is converted."
+    return ""
+
+
+def _is_parametrized_conv2d(kind: type) -> bool:
+    """`torch.nn.utils.parametrize` gives each module a class of its own on top of nn.Conv2d."""
+    return (
+        kind.__bases__ == (nn.Conv2d,)
+        and getattr(kind, "parametrizations", None) is None
+        and (
+            kind.__name__ == "ParametrizedConv2d" and "forward" not in vars(kind) and "_conv_forward" not in vars(kind)
+        )
+    )

@@ -1,4 +1,4 @@
-"""A bounded, thread-safe, fork-safe dictionary that forgets the least recently used entries."""
+"""A bounded, thread-safe, fork-safe dictionary that evicts the least recently used entries."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Entry:
-    """Base of what `LRU` holds. `age` is the time of last use, counted in insertions; a hit sets it (see `LRU`)."""
+    """Base of an `LRU`'s values. `age` is the time of last use, counted in insertions; a hit sets it (see `LRU`)."""
 
     __slots__ = ("age",)
 
@@ -19,11 +19,14 @@ class Entry:
 
 
 class LRU:
-    """`entries` is a plain dict, so that a hit costs one look-up: `entry = lru.entries.get(key)`, then
-    `entry.age = lru.clock`. Only insertions take the lock and evict, an eighth of the capacity at a time.
+    """A bounded dictionary of `Entry`s. `entries` is a plain dict, so that a hit costs one look-up:
+    `entry = lru.entries.get(key)`, then `entry.age = lru.clock`.
 
-    Recency is counted in insertions, which is all that eviction needs: entries used since the last insertion
-    are equally recent.
+    Only insertions take the lock and evict, an eighth of the capacity at a time. Recency is counted in insertions,
+    which is all that eviction needs: entries used since the last insertion are equally recent.
+
+    Args:
+        capacity: most entries; 0: nothing is kept.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -54,22 +57,22 @@ class LRU:
             self.entries.clear()
 
     def _after_fork_in_child(self) -> None:
-        # Another thread of the parent may have held the lock; the dict itself is whole, since the GIL was ours.
+        # Another thread of the parent may have held the lock; the dict is consistent, since this thread held the GIL.
         self._lock = threading.Lock()
 
 
 _ALL: weakref.WeakSet[LRU] = weakref.WeakSet()
-_forgotten_on_clear: list[Callable[[], object]] = []
+_on_clear: list[Callable[[], object]] = []
 
 
 def on_clear(forget: Callable[[], object]) -> None:
-    """Have `clear` call this as well."""
-    _forgotten_on_clear.append(forget)
+    """Register a function for `clear` to call."""
+    _on_clear.append(forget)
 
 
 def clear() -> None:
-    """Forget every plan and every choice of this process, and what failed in it."""
-    for forget in _forgotten_on_clear:
+    """Forget all plans and choices of this process, and what failed in it."""
+    for forget in _on_clear:
         forget()
 
 

@@ -2,7 +2,8 @@
 
 All three directions are written in the *forward* convention: x (N, C, H, W), weight (K, C/groups, R, S),
 y (N, K, P, Q). The direction is part of the problem, so one layer poses three problems with three choices.
-Derived quantities (output size, FLOPs, bytes, GEMM shape) are computed here and nowhere else.
+Derived quantities (output size, FLOPs, bytes, GEMM shape) are computed here. `model/features.py` has some of them as
+logarithms, for speed; a test compares the two.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ STRIDED = "strided"  # neither: expanded, sliced, transposed
 
 
 class Gemm(NamedTuple):
-    """The matrix product a convolution amounts to, per group: (m x k) times (k x n), `batch` times."""
+    """The matrix product equivalent to a convolution, per group: (m x k) times (k x n), `batch` times."""
 
     batch: int
     m: int
@@ -204,6 +205,27 @@ class ConvProblem(NamedTuple):
     def with_direction(self, direction: Direction) -> ConvProblem:
         return self._replace(direction=direction)
 
+    @property
+    def brief(self) -> str:
+        """The problem in a few characters, without direction and threads: "1x64x56x56 -> 64, 3x3 s2 p1 bfloat16"."""
+        parts = [f"{self.N}x{self.C}x{self.H}x{self.W} -> {self.K}, {self.R}x{self.S}"]
+        if self.stride != (1, 1):
+            parts.append(
+                f"s{self.stride_h}" if self.stride_h == self.stride_w else f"s({self.stride_h},{self.stride_w})"
+            )
+        if any(self.padding):
+            same = len(set(self.padding)) == 1
+            parts.append(f"p{self.pad_top}" if same else "p" + str(self.padding).replace(" ", ""))
+        if self.dilation != (1, 1):
+            parts.append(f"d{self.dil_h}" if self.dil_h == self.dil_w else f"d({self.dil_h},{self.dil_w})")
+        if self.groups > 1:
+            parts.append(f"g{self.groups}")
+        if self.dtype != "float32":
+            parts.append(self.dtype)
+        if self.layout != CONTIGUOUS:
+            parts.append(self.layout)
+        return " ".join(parts)
+
     def __str__(self) -> str:
         """A line that `ConvProblem.parse` reads back; defaults are left out."""
         parts = [str(self.direction)]
@@ -249,7 +271,7 @@ def conv_problem(
     groups: int = 1,
     **rest: object,
 ) -> ConvProblem:
-    """Build a problem from the arguments people write: ints or pairs, `padding="same"`, or (top, bottom, left, right).
+    """Build a problem from arguments like `nn.Conv2d`: ints or pairs, `padding="same"`, or (top, bottom, left, right).
 
     Raises:
         ValueError: for a padding string other than "same" and "valid".
@@ -304,7 +326,7 @@ def padding_sides(
 
 
 def layout_of(tensor: torch.Tensor) -> str:
-    """The memory layout of a 4-D tensor. Where one channel or one pixel makes both true, contiguous wins."""
+    """The memory layout of a 4-D tensor. If one channel or one pixel makes both true, contiguous wins."""
     if tensor.is_contiguous():
         return CONTIGUOUS
     if tensor.is_contiguous(memory_format=torch.channels_last):

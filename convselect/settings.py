@@ -7,7 +7,7 @@ The process's defaults come from the environment:
     CONVSELECT_WORKSPACE         bytes ("512MiB", "2e8"), a share of free memory ("25%"), or both ("1GiB,25%")
     CONVSELECT_BATCH_INVARIANT   1: results do not depend on the batch size
     CONVSELECT_DISABLE           algorithms that may not be chosen: "winograd,fft"
-    CONVSELECT_AUDIT             one call in so many checks that a choice still pays; 0: none
+    CONVSELECT_AUDIT             one call in AUDIT checks that a choice still pays; 0 for none
     CONVSELECT_CACHE_ENTRIES     problems, and call signatures, remembered per process
 
 A `Settings` object is interned: equal settings are the same object, so that it can be part of a cache key at the cost
@@ -47,7 +47,7 @@ class Settings:
         workspace_share: and at most this share of the memory that is free when the choice is made; 0 to 1.
         batch_invariant: whether results for one image must not depend on the others in its batch, to the last bit.
         disabled: names of algorithms, or their beginnings, that no automatic choice takes; sorted.
-        audit: one call in so many of a verified choice is timed against native, to see whether it still pays; 0: none.
+        audit: one call in `audit` of a verified choice is timed against native, to see if it still pays; 0 for none.
     """
 
     policy: str = "verify"
@@ -157,10 +157,7 @@ def _names(disabled: str | Iterable[str]) -> tuple[str, ...]:
 def _from_environment() -> Settings:
     read = os.environ.get
     workspace = read("CONVSELECT_WORKSPACE")
-    # The older name, bytes only, is understood as well.
     size, share = parse_workspace(workspace) if workspace else (DEFAULT_WORKSPACE_BYTES, 1.0)
-    if not workspace and (older := read("CONVSELECT_WORKSPACE_BYTES")):
-        size = int(older)
     return _intern(
         read("CONVSELECT_POLICY", "verify"),
         read("CONVSELECT_PRECISION", "native"),
@@ -227,8 +224,8 @@ def use(
     Args:
         policy: "auto", "verify", "measure", "native" or an algorithm's name.
         precision: relative L2 error in float32, against float64. "exact": direct sums and what is as good, at most
-            2.5e-6, and 8 times native's own error where that is more than 1e-6. "native" (the default): at most 1e-5,
-            and 100 times native's where that is more than 1e-6. "fast": at most 2e-5. Weight gradients, sums over the
+            2.5e-6, and 8 times native's own error if that is more than 1e-6. "native" (the default): at most 1e-5,
+            and 100 times native's if that is more than 1e-6. "fast": at most 2e-5. Weight gradients, sums over the
             batch and all pixels, may have twice that. 16-bit results are rounded once, from sums in float32.
         workspace_bytes, workspace_share: bounds on extra memory, in bytes and as a share of what is free when the
             choice is made (within the process's control groups; on a GPU with what PyTorch's allocator holds unused);
@@ -241,7 +238,7 @@ def use(
         disable: algorithms that may not be chosen, as "winograd,fft" or a list: names, or beginnings that end where a
             number or another word begins ("winograd": all of winograd2 to winograd7; "fft": fft and fft_tiled).
             Replaces those outside; () allows all. Native cannot be disabled.
-        audit: time one call in so many of a verified choice against native; 0: never.
+        audit: time one call in `audit` of a verified choice against native; 0 for never.
 
     Raises:
         ValueError: for values outside their ranges. An unknown policy is named at the first call; of an unknown name in

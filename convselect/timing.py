@@ -211,61 +211,6 @@ def cuda_events() -> Events:
     )
 
 
-def on_device(
-    functions: Mapping[str, Callable[[int], object]],
-    rounds: int,
-    *,
-    events: Events,
-    calls: Mapping[str, int] | None = None,
-    host_us_per_call: float = 40.0,
-    seed: int = 0,
-    deadline_s: float | None = None,
-    clock: Clock = SYSTEM_CLOCK,
-) -> dict[str, Timing]:
-    """As `interleaved`, for functions that only queue work on an accelerator: samples are its own time per call.
-
-    Nothing is called beforehand: what has to be compiled or allocated is for the caller to have done.
-
-    Args:
-        functions: each is called with the number of the call, from 0 up over all rounds, so that it can use other
-            operands than the last time and find no cache filled.
-        calls: of each function per sample, one after the other; default 1.
-        host_us_per_call: the accelerator is kept busy for so long per call while they are queued.
-
-    Raises:
-        ValueError: for fewer than one round.
-    """
-    if rounds < 1:
-        raise ValueError(f"rounds must be at least 1, not {rounds}")
-    order_source = random.Random(seed)
-    samples: dict[str, list[float]] = {name: [] for name in functions}
-    numbers = dict.fromkeys(functions, 0)
-    names = list(functions)
-    deadline = Deadline(deadline_s, clock=clock)
-    longest_s, before_s = 0.0, 0.0
-    for done in range(1, rounds + 1):
-        order_source.shuffle(names)
-        marks = {}
-        for name in names:
-            function, count = functions[name], 1 if calls is None else calls[name]
-            first, last = events.event(), events.event()
-            events.occupy(host_us_per_call * count)
-            first.record()
-            for _ in range(count):
-                function(numbers[name])
-                numbers[name] += 1
-            last.record()
-            marks[name] = (first, last, count)
-        events.synchronise()
-        for name, (first, last, count) in marks.items():
-            samples[name].append(1e3 * first.elapsed_time(last) / count)
-        now_s = deadline.elapsed_s
-        longest_s, before_s = max(longest_s, now_s - before_s), now_s
-        if deadline_s is not None and done >= 2 and now_s + longest_s > deadline_s:
-            break
-    return {name: Timing(tuple(us)) for name, us in samples.items()}
-
-
 def assert_timer_sane(clock: Clock = SYSTEM_CLOCK) -> None:
     """Check that both clocks never run backwards, do run, and find twice the work to take longer.
 

@@ -51,7 +51,7 @@ def main():
     parser.add_argument("--quick", action="store_true", help="a tiny network, and no stock one to compare with")
     args = parser.parse_args()
     if shutil.which(os.environ.get("CXX", "g++")) is None:
-        print("AOTInductor needs a C++ compiler, and there is none here: nothing to show.")
+        print("AOTInductor needs a C++ compiler, and there is none here.")
         return
     width, size, rounds = (16, 32, 3) if args.quick else (64, 64, 20)
 
@@ -63,11 +63,10 @@ def main():
         paths = {name: Path(folder) / f"{name}.pt2" for name in ("converted", "stock")[: 1 if args.quick else 2]}
         if "stock" in paths:
             compile_to(paths["stock"], model, x)
-        convselect.convert(model)
-        ours = compile_to(paths["converted"], model, x)
+        ours = compile_to(paths["converted"], convselect.convert(model), x)
         print(f"{ours} of 6 convolutions are convselect's in the exported graph; Inductor compiles the others")
 
-        # "spawn": a fresh interpreter, as a server would be. It imports this file, and with it convselect.
+        # "spawn": a fresh interpreter, as a server would be. It imports this file, and convselect with it.
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             results, timings = pool.apply(load_and_run, (paths, x, rounds, torch.get_num_threads()))
 

@@ -1,10 +1,10 @@
 """A ConvNet with 31x31 depthwise kernels, inference on a CPU: what is chosen per layer, and what it gains.
 
-    python examples/large_kernel_convnet.py            # some twenty seconds
+    python examples/large_kernel_convnet.py            # about 20 seconds
     python examples/large_kernel_convnet.py --quick    # a tiny one
 
-Large depthwise kernels (Ding et al., 2022, "Scaling Up Your Kernels to 31x31") are where PyTorch's own convolution is
-furthest from what the processor can do.
+PyTorch's own convolution is furthest from what the processor can do for large depthwise kernels (Ding et al., 2022,
+"Scaling Up Your Kernels to 31x31").
 """
 
 import argparse
@@ -72,8 +72,7 @@ def main():
 
     torch.manual_seed(0)
     stock = build(width).eval()
-    model = copy.deepcopy(stock)
-    convselect.convert(model)
+    model = convselect.convert(copy.deepcopy(stock))
     x = torch.randn(1, 3, size, size)
 
     # "auto" does what the model predicts from the first call on; the default would check it on the first real calls.

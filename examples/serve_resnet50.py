@@ -46,8 +46,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 def make_ready(stock, x, freeze):
     """The models to serve, each called once: what there is to choose has been chosen by then."""
-    models = {"stock": stock, "converted": copy.deepcopy(stock)}
-    convselect.convert(models["converted"])
+    models = {"stock": stock, "converted": convselect.convert(copy.deepcopy(stock))}
     start = Deadline(None)
     models["converted"](x)  # under "measure" every convolution that the store does not know is timed on the way
     ready_s = start.elapsed_s
@@ -55,9 +54,8 @@ def make_ready(stock, x, freeze):
     print(f"converted: ready after {ready_s:.1f} s, choices by", dict(sources))
     if freeze:
         start = Deadline(None)
-        models["frozen"] = copy.deepcopy(stock)
-        convselect.convert(models["frozen"])
-        convselect.freeze(models["frozen"], x)  # measures at every start: what it prepares is not stored
+        # Measures at every start: what it prepares is not stored.
+        models["frozen"] = convselect.freeze(convselect.convert(copy.deepcopy(stock)), x)
         print(f"frozen: ready after {start.elapsed_s:.1f} s")
     return models
 

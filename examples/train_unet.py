@@ -81,8 +81,7 @@ def train(rank, world, rendezvous, width, size, batch, steps, rounds):
     convselect.distributed.same_choices()  # before training: all ranks choose by rank 0's model
     torch.manual_seed(0)
     stock = UNet(width)
-    converted = copy.deepcopy(stock)
-    convselect.convert(converted)
+    converted = convselect.convert(copy.deepcopy(stock))
     x, mask = images(batch, size, seed=rank)
     if rank == 0:
         with torch.autocast("cpu", torch.bfloat16):

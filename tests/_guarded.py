@@ -263,7 +263,7 @@ class Runner:
         space = algorithm.space(problem)
         if space is not None:
             program = space.sample(problem, self._programs)
-            order = sys.modules[type(algorithm).__module__].SLOTS
+            order = algorithm.slots
             slots[: len(order)] = [program.get(parameter, 0) for parameter in order]
         return slots
 

@@ -15,7 +15,7 @@ from tolerances import FORWARD, NATIVE_16_BIT_FACTOR, WEIGHT_GRADIENT_FACTOR
 
 import convselect
 from convselect.aten import arguments as aten_arguments
-from convselect.eager import dispatch
+from convselect.eager import plan as eager_plan
 from convselect.kernels._contract import Grade
 from convselect.kernels.pool import ALL, BY_NAME
 from convselect.model import loaded
@@ -62,7 +62,7 @@ def problem_of(x: torch.Tensor, weight: torch.Tensor, stride=1, padding=0, dilat
     """The forward problem that dispatch sees; None where it leaves the call to aten."""
     if x.dim() == 3:
         x = x.unsqueeze(0)
-    return aten_arguments.problem_of(x, weight, stride, padding, dilation, groups)
+    return aten_arguments.problem_of(x, weight, (stride, padding, dilation, groups))
 
 
 def refusals(name: str, problem: ConvProblem, direction: Direction) -> set[str]:
@@ -181,13 +181,13 @@ def ours(policy):
 def algorithms_of(call):
     """The names of the algorithms that really ran during `call`."""
     ran = []
-    original = dispatch._execute
+    original = eager_plan.execute
 
     def spying(choice, *rest):
         ran.append(choice.algorithm)
         return original(choice, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dispatch, "_execute", spying)
+        patch.setattr(eager_plan, "execute", spying)
         call()
     return ran

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 
+from benchmarks._recorded import Recorded
 from convselect.choice.choose import NATIVE
 from convselect.kernels._space import STRUCTURE, Parameter, Rule, Space
 from convselect.problem import ConvProblem, conv_problem
 from convselect.tune.programs import Program, Programs
-from convselect.tune.records import Measured, Recorded
+from convselect.tune.records import Measured
 
 BLOCKS = (1, 2, 4, 8, 16, 32, 64)
 CACHE = 4096

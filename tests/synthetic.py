@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from convselect.measure.rows import Row, append_rows, environment_path
+from convselect.measure.rows import Row, environment_path, write_rows
 from convselect.model import train
 from convselect.problem import Direction, conv_problem
 
@@ -41,6 +41,6 @@ def synthetic(n: int, seed: int = 0) -> list[Row]:
 
 
 def write(path: Path, rows: list[Row], machine: dict[str, object] = MACHINE) -> Path:
-    append_rows(path, rows)
+    write_rows(path, rows)
     environment_path(path).write_text(json.dumps({"machine": machine}))
     return path

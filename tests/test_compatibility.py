@@ -56,7 +56,7 @@ def two(how, make=network):
     stock = make()
     mine = copy.deepcopy(stock)
     if how == "converted":
-        assert convselect.convert(mine).converted
+        assert convselect.summary(convselect.convert(mine)).converted
     return stock, mine
 
 
@@ -258,7 +258,7 @@ def test_pruning(method, order):
     cut(stock)
     if order == "before":
         cut(mine)
-    assert len(convselect.convert(mine).converted) == 2
+    assert len(convselect.summary(convselect.convert(mine)).converted) == 2
     if order == "after":
         cut(mine)
     assert list(mine.state_dict()) == list(stock.state_dict())
@@ -355,14 +355,14 @@ def test_eager_quantisation(aware, prepared_first):
         model.train(aware)
         (ao.prepare_qat if aware else ao.prepare)(model, inplace=True)
         if model is mine and prepared_first:
-            report = convselect.convert(model)
+            report = convselect.summary(convselect.convert(model))
             assert bool(report.converted) != aware  # layers aware of quantisation have a forward of their own
         with convselect.enabled() if model is mine else convselect.use():
             float_results = model(X)
         if model is mine:
             convselect.revert(model)
         ao.convert(model.eval(), inplace=True)
-        report = convselect.convert(model)
+        report = convselect.summary(convselect.convert(model))
         assert not report.converted
         assert set(report.left_alone) == {"conv", "last"}
         with convselect.enabled():

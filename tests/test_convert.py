@@ -1,8 +1,11 @@
-"""`convert` and `revert`: in place, by class, nothing else touched."""
+"""`convert` and `revert`: in place, by class, nothing else touched; and what `summary` says of it."""
 
 from __future__ import annotations
 
 import copy
+import io
+import json
+import pickle
 import warnings
 
 import pytest
@@ -13,6 +16,9 @@ from torch.nn.utils import parametrizations, parametrize
 
 import convselect
 from convselect import SelectedConv2d
+from convselect.choice.choose import Choice
+from convselect.eager import execution
+from convselect.problem import ConvProblem, Direction
 
 
 @pytest.fixture(params=[None, OTHER], autouse=True)
@@ -40,6 +46,11 @@ def input_():
     return torch.randn(2, 3, 7, 7, generator=torch.Generator().manual_seed(1))
 
 
+def converted(model):
+    """Names of the layers that choose, after converting what there is to convert."""
+    return list(convselect.summary(convselect.convert(model)).converted)
+
+
 def state_of(model):
     """Everything of every module that converting must not touch: which objects it holds, under which names."""
 
@@ -52,8 +63,9 @@ def state_of(model):
 def test_only_classes_change():
     model = small_net()
     x, before, want = input_(), state_of(model), small_net()(input_())
-    report = convselect.convert(model)
-    assert report.converted == ("0", "1.conv", "2")
+    assert convselect.convert(model) is model
+    report = convselect.summary(model)
+    assert report.converted == {"0": None, "1.conv": None, "2": None}
     assert report.left_alone == {}
     assert [type(m) for m in (model[0], model[1].conv, model[2])] == [SelectedConv2d] * 3
     assert state_of(model) == before
@@ -66,40 +78,44 @@ def test_revert_restores_everything():
     before, text = state_of(model), repr(model)
     convselect.convert(model, policy=OTHER)
     assert "policy" in model[0].__dict__
-    assert convselect.revert(model) == 3
+    assert convselect.revert(model) is model
     assert [type(m) for m in (model[0], model[1].conv, model[2])] == [nn.Conv2d] * 3
     assert state_of(model) == before
     assert repr(model) == text
-    assert convselect.revert(model) == 0
-    assert convselect.convert(model).converted == ("0", "1.conv", "2")
+    assert convselect.revert(model) is model
+    assert state_of(model) == before
+    assert converted(model) == ["0", "1.conv", "2"]
 
 
 def test_twice():
     model = small_net()
-    convselect.convert(model, where=lambda name, module: name == "0")
+    convselect.convert(model, policy="native", where=lambda name, module: name == "0")
     assert type(model[2]) is nn.Conv2d
-    report = convselect.convert(model)
-    assert report.converted == ("1.conv", "2")
-    assert report.left_alone == {"0": "chooses already"}
-    again = convselect.convert(model)
-    assert again.converted == ()
-    assert set(again.left_alone) == {"0", "1.conv", "2"}
+    convselect.convert(model, policy="auto")
+    assert convselect.summary(model).converted == {
+        "0": "native",
+        "1.conv": "auto",
+        "2": "auto",
+    }  # the first keeps its own
+    before = state_of(model)
+    assert converted(model) == ["0", "1.conv", "2"]
+    assert state_of(model) == before
 
 
 def test_a_bare_layer():
     layer = nn.Conv2d(3, 4, 3)
     weight = layer.weight
-    assert convselect.convert(layer).converted == ("",)
+    assert "(the model itself): It was not converted." in str(convselect.summary(layer))
+    assert converted(layer) == [""]
     assert type(layer) is SelectedConv2d
     assert layer.weight is weight
-    assert "(the model itself)" in str(convselect.convert(layer))
-    assert convselect.revert(layer) == 1
+    assert convselect.revert(layer) is layer
     assert type(layer) is nn.Conv2d
 
 
 def test_no_convolutions():
-    report = convselect.convert(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
-    assert report.converted == ()
+    report = convselect.summary(convselect.convert(nn.Sequential(nn.Linear(2, 2), nn.ReLU())))
+    assert report.converted == {}
     assert report.left_alone == {}
     assert "0 convolutions converted" in str(report)
 
@@ -112,11 +128,10 @@ def test_where_sees_names_and_layers():
         seen.append((name, type(layer)))
         return layer.groups > 1
 
-    report = convselect.convert(model, where=depthwise)
+    report = convselect.summary(convselect.convert(model, where=depthwise))
     assert seen == [("0", nn.Conv2d), ("1.conv", nn.Conv2d), ("2", nn.Conv2d)]
-    assert report.converted == ("2",)
-    assert set(report.left_alone) == {"0", "1.conv"}
-    assert all("where" in reason for reason in report.left_alone.values())
+    assert list(report.converted) == ["2"]
+    assert report.left_alone == {"0": "It was not converted.", "1.conv": "It was not converted."}
 
 
 def test_policy():
@@ -133,11 +148,59 @@ def test_policy():
     assert type(untouched[0]) is nn.Conv2d
 
 
-@pytest.mark.parametrize("wrong", [None, torch.randn(2), [nn.Conv2d(1, 1, 1)], nn.Conv2d, lambda x: x])
+FUNCTIONS = (convselect.convert, convselect.revert, convselect.freeze, convselect.unfreeze, convselect.summary)
+
+
+@pytest.mark.parametrize("wrong", [None, torch.randn(2), [nn.Conv2d(1, 1, 1)], nn.Conv2d, Block, lambda x: x])
 def test_only_modules(wrong):
-    for function in (convselect.convert, convselect.revert):
-        with pytest.raises(TypeError, match=r"nn\.Module"):
+    for function in FUNCTIONS:
+        with pytest.raises(
+            TypeError, match=rf"^{function.__name__} takes an nn\.Module, not {type(wrong).__name__}\.$"
+        ):
             function(wrong)
+
+
+class Pipeline:
+    """Holds modules and is none, as a diffusers pipeline."""
+
+    def __init__(self):
+        self.text_encoder, self.scheduler, self.watermark = nn.Linear(2, 2), object(), None
+        self.unet, self.vae = small_net(), nn.Sequential(nn.ConvTranspose2d(1, 1, 1))
+
+
+class PipelineWithComponents(Pipeline):
+    @property
+    def components(self):
+        return {"vae": self.vae, "text_encoder": self.text_encoder, "unet": self.unet, "scheduler": self.scheduler}
+
+
+class PipelineThatIsBroken(Pipeline):
+    @property
+    def components(self):
+        raise ValueError("components were expected")
+
+
+class PipelineWithNothing:
+    components = "none"
+
+
+def test_pipelines_are_told_what_to_convert():
+    for function in FUNCTIONS:
+        verb = {"summary": "summarise"}.get(function.__name__, function.__name__)
+        for kind, names in (
+            (Pipeline, "unet, vae"),
+            (PipelineWithComponents, "vae, unet"),
+            (PipelineThatIsBroken, "unet, vae"),
+        ):
+            pipeline = kind()
+            with pytest.raises(TypeError) as caught:
+                function(pipeline)
+            assert str(caught.value) == (
+                f"{function.__name__} takes an nn.Module, not {kind.__name__}; {verb} its modules instead: {names}."
+            )
+            assert type(pipeline.unet[0]) is nn.Conv2d
+        with pytest.raises(TypeError, match=r"not PipelineWithNothing\.$"):
+            function(PipelineWithNothing())
 
 
 # ---- sharing ------------------------------------------------------------------------------------------------------
@@ -148,13 +211,12 @@ def test_shared_modules_are_converted_once():
     model = nn.Sequential(shared, nn.ReLU(), shared)
     x = input_()
     want = model(x)
-    report = convselect.convert(model)
-    assert report.converted == ("0",)
+    assert converted(model) == ["0"]
     assert model[0] is model[2] is shared
     assert type(shared) is SelectedConv2d
     torch.testing.assert_close(model(x), want, rtol=1e-4, atol=1e-5)
     model(x).sum().backward()
-    assert convselect.revert(model) == 1
+    convselect.revert(model)
     assert type(shared) is nn.Conv2d
 
 
@@ -254,7 +316,7 @@ def test_what_is_left_alone_and_why():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         modules = {
-            "own_forward": (OwnForward(3, 4, 3), "subclass"),
+            "own_forward": (OwnForward(3, 4, 3), "OwnForward is a subclass"),
             "own_conv_forward": (OwnConvForward(3, 4, 3), "subclass"),
             "nothing_of_its_own": (NothingOfItsOwn(3, 4, 3), "subclass"),
             "lazy": (nn.LazyConv2d(4, 3), "lazy"),
@@ -270,12 +332,15 @@ def test_what_is_left_alone_and_why():
     model = nn.ModuleDict({name: module for name, (module, _) in modules.items()})
     model["plain"] = nn.Conv2d(3, 4, 3)
     kinds = {name: type(module) for name, module in model.items()}
-    report = convselect.convert(model)
-    assert report.converted == ("plain",)
+    untouched = convselect.summary(model).left_alone
+    report = convselect.summary(convselect.convert(model))
+    assert list(report.converted) == ["plain"]
+    assert untouched == {**report.left_alone, "plain": "It was not converted."}
     expected = {name: word for name, (_, word) in modules.items() if word is not None}
     assert set(report.left_alone) == set(expected)
     for name, word in expected.items():
         assert word in report.left_alone[name], (name, report.left_alone[name])
+        assert report.left_alone[name].endswith(".")
         assert name in str(report)
         assert report.left_alone[name] in str(report)
     assert {name: type(module) for name, module in model.items() if name != "plain"} == {
@@ -288,10 +353,10 @@ def test_what_is_left_alone_and_why():
 
 def test_lazy_layers_convert_after_their_first_call():
     model = nn.Sequential(nn.LazyConv2d(4, 3), nn.ReLU())
-    assert "lazy" in convselect.convert(model).left_alone["0"]
+    assert "lazy" in convselect.summary(convselect.convert(model)).left_alone["0"]
     x = input_()
     want = model(x)
-    assert convselect.convert(model).converted == ("0",)
+    assert converted(model) == ["0"]
     torch.testing.assert_close(model(x), want, rtol=1e-4, atol=1e-5)
 
 
@@ -311,13 +376,16 @@ def test_parametrized_layers():
     parametrize.register_parametrization(model[0], "bias", Halved())
     want, keys = model(x), list(model.state_dict())
     ids = [id(p) for p in model.parameters()]
-    assert convselect.convert(model).converted == ("0", "1")
+    assert converted(model) == ["0", "1"]
     assert isinstance(model[0], SelectedConv2d)
     assert parametrize.is_parametrized(model[0], "weight")
     assert list(model.state_dict()) == keys
     assert [id(p) for p in model.parameters()] == ids
     torch.testing.assert_close(model(x), want, rtol=1e-4, atol=1e-5)
-    assert convselect.convert(model).left_alone == {"0": "chooses already", "1": "chooses already"}
+    before = [type(layer) for layer in model]
+    assert converted(model) == ["0", "1"]
+    assert [type(layer) for layer in model] == before
+    assert convselect.summary(model).left_alone == {}
     with parametrize.cached():
         torch.testing.assert_close(model(x), want, rtol=1e-4, atol=1e-5)
     twin = copy.deepcopy(model)
@@ -327,12 +395,12 @@ def test_parametrized_layers():
     assert all(p.grad is not None for p in model.parameters())
 
     # Back, with the parametrizations still on it ...
-    assert convselect.revert(twin) == 2
+    convselect.revert(twin)
     assert not isinstance(twin[0], SelectedConv2d)
     assert type(twin[0]).__bases__ == (nn.Conv2d,)
     assert type(twin[0]).__name__ == "ParametrizedConv2d"
     torch.testing.assert_close(twin(x), want, rtol=1e-4, atol=1e-5)
-    assert convselect.convert(twin).converted == ("0", "1")
+    assert converted(twin) == ["0", "1"]
     convselect.revert(twin)
     parametrize.remove_parametrizations(twin[0], "weight")
     parametrize.remove_parametrizations(twin[0], "bias")
@@ -344,7 +412,7 @@ def test_parametrized_layers():
     parametrize.remove_parametrizations(model[0], "bias")
     assert type(model[0]) is SelectedConv2d
     torch.testing.assert_close(model(x), want, rtol=1e-4, atol=1e-5)
-    assert convselect.revert(model) == 2
+    convselect.revert(model)
     assert type(model[0]) is nn.Conv2d
 
 
@@ -355,7 +423,7 @@ def test_parametrizations_put_on_after_converting():
     convselect.convert(layer)
     parametrize.register_parametrization(layer, "weight", Halved())
     want = layer(x)
-    assert convselect.revert(layer) == 1
+    convselect.revert(layer)
     assert not isinstance(layer, SelectedConv2d)
     torch.testing.assert_close(layer(x), want, rtol=1e-4, atol=1e-5)
     parametrize.remove_parametrizations(layer, "weight")
@@ -367,9 +435,10 @@ def test_subclasses_of_ours_are_not_reverted():
         pass
 
     layer = Mine(3, 4, 3)
-    assert convselect.revert(nn.Sequential(layer)) == 0
+    convselect.revert(nn.Sequential(layer))
     assert type(layer) is Mine
-    assert convselect.convert(nn.Sequential(layer)).left_alone == {"0": "chooses already"}
+    assert converted(nn.Sequential(layer)) == ["0"]
+    assert type(layer) is Mine
 
 
 # ---- compiled and scripted ----------------------------------------------------------------------------------------
@@ -383,8 +452,7 @@ def test_compiled_and_scripted_models_still_run():
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager")
     torch.testing.assert_close(compiled(x), want)
-    report = convselect.convert(compiled)
-    assert len(report.converted) == 3
+    assert len(converted(compiled)) == 3
     assert type(model[0]) is SelectedConv2d
     torch.testing.assert_close(compiled(x), want, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(model(x), want, rtol=1e-4, atol=1e-5)
@@ -396,11 +464,11 @@ def test_compiled_and_scripted_models_still_run():
         warnings.simplefilter("ignore", DeprecationWarning)
         scripted, traced = torch.jit.script(model), torch.jit.trace(model, x)
     for module in (scripted, traced):
-        assert convselect.convert(module).converted == ()
+        assert converted(module) == []
         torch.testing.assert_close(module(x), want)
     mixed = nn.Sequential(scripted, nn.Unflatten(1, (4, 25)), nn.Unflatten(2, (5, 5)), nn.Conv2d(4, 2, 1))
     before = mixed(x)
-    assert convselect.convert(mixed).converted == ("3",)
+    assert converted(mixed) == ["3"]
     torch.testing.assert_close(mixed(x), before, rtol=1e-4, atol=1e-5)
 
 
@@ -408,7 +476,174 @@ def test_fx_graph_modules():
     graph = torch.fx.symbolic_trace(small_net().eval())
     x = input_()
     want = graph(x)
-    assert convselect.convert(graph).converted == ("0", "1.conv", "2")
+    assert converted(graph) == ["0", "1.conv", "2"]
     torch.testing.assert_close(graph(x), want, rtol=1e-4, atol=1e-5)
     graph.recompile()
     torch.testing.assert_close(graph(x), want, rtol=1e-4, atol=1e-5)
+
+
+# ---- summaries ----------------------------------------------------------------------------------------------------
+
+
+def mixed_net():
+    """Folded, frozen by itself, left out, and not traceable as a whole."""
+
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
+            self.head = nn.Conv2d(4, 4, 1, bias=False)
+            self.up = nn.ConvTranspose2d(4, 2, 2)
+
+        def forward(self, x):
+            y = self.head(self.body(x))
+            return self.up(y) if y.sum() > 0 else self.up(-y)
+
+    torch.manual_seed(3)
+    return Branches().eval()
+
+
+def test_a_summary_of_an_untouched_model():
+    model = small_net()
+    before = state_of(model)
+    report = convselect.summary(model)
+    assert state_of(model) == before
+    assert report.left_alone == dict.fromkeys(("0", "1.conv", "2"), "It was not converted.")
+    empty = (report.converted, report.folded, report.fused, report.not_fused, report.frozen, report.inputs)
+    assert not any((*empty, report.on_trial, report.measured))
+    assert str(report).splitlines() == [
+        "0 convolutions converted, 3 left alone",
+        *(f"  {name}: It was not converted." for name in ("0", "1.conv", "2")),
+    ]
+
+
+def test_policies_are_named_with_their_layers():
+    model = convselect.convert(small_net(), policy="direct", where=lambda name, _: name != "1.conv")
+    text = str(convselect.summary(convselect.convert(model)))
+    assert text.splitlines()[:2] == ["3 convolutions converted, 0 left alone", "  policy direct: 0, 2"]
+
+
+def test_convert_and_freeze_chain():
+    model, x = mixed_net(), input_()
+    want = model(x)
+    chained = convselect.freeze(convselect.convert(model), x)
+    assert chained is model
+    torch.testing.assert_close(chained(x), want, rtol=1e-4, atol=1e-5)
+    report = convselect.summary(model)
+    assert list(report.converted) == ["body.0", "head"]
+    assert report.left_alone.keys() == {"up"}
+    assert set(report.frozen) == {"body", "head"}
+    assert report.folded == {"body.0": "body.1"}
+    assert report.fused == {"body.0": ("batch norm", "bias", "relu"), "head": ()}
+    assert list(report.not_fused) == ["", "up"]
+    assert [(row.module, list(row.chosen)) for row in report.inputs] == [("body", ["body.0"]), ("head", ["head"])]
+    assert all("(2, 3, 7, 7)" in row.input or "(2, 4, 7, 7)" in row.input for row in report.inputs)
+    assert all(row.eager_us > 0 and row.frozen_us > 0 for row in report.inputs)
+    text = str(report)
+    assert "2 convolutions converted, 1 left alone" in text
+    assert "2 layers frozen in 2 parts, 1 batch normalisations folded" in text
+    assert "  body.0: batch norm, bias, relu" in text
+    assert "  not fused: (the model itself): It was not traced as a whole" in text
+    assert json.loads(report.to_json())["frozen"] == list(report.frozen)
+
+
+def test_each_step_is_undone_by_itself():
+    model, x = mixed_net(), input_()
+    before = state_of(model)
+    untouched = convselect.summary(model)
+    convselect.freeze(convselect.convert(model), x)
+    assert convselect.unfreeze(model) is model
+    assert convselect.summary(model).frozen == ()
+    assert convselect.summary(model) == convselect.summary(convselect.convert(mixed_net()))
+    convselect.freeze(model)
+    assert convselect.revert(model) is model
+    frozen = convselect.summary(model)
+    assert frozen.converted == {}
+    assert list(frozen.left_alone) == ["up"]  # the others are frozen
+    assert set(frozen.fused) == {"body.0", "head"}
+    convselect.unfreeze(model)
+    assert convselect.summary(model) == untouched
+    assert state_of(model) == before
+
+
+def test_summaries_of_copies_are_those_of_the_model():
+    model = convselect.freeze(convselect.convert(mixed_net(), policy="auto", where=lambda name, _: name == "head"))
+    want = convselect.summary(model)
+    assert want.converted == {"head": "auto"}
+    pickle_, state = mixed_net(), model.state_dict()
+    pickle_.load_state_dict(state)
+    assert list(state) == list(pickle_.state_dict())
+    assert convselect.summary(copy.deepcopy(model)) == want
+    assert convselect.summary(copy.deepcopy(copy.deepcopy(model))) == want
+
+
+def test_summaries_of_loaded_models():
+    model = convselect.freeze(convselect.convert(small_net().eval(), where=lambda name, _: name == "2"))
+    want = convselect.summary(model)
+    assert convselect.summary(pickle.loads(pickle.dumps(model))) == want
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    assert convselect.summary(torch.load(file, weights_only=False)) == want
+
+
+def test_names_are_those_in_the_model_that_is_asked():
+    inner = convselect.freeze(mixed_net())
+    alone = convselect.summary(inner)
+    outer = nn.ModuleDict({"a": nn.Sequential(inner, nn.ConvTranspose2d(1, 1, 1)), "up": nn.Conv2d(1, 1, 1)})
+    report = convselect.summary(outer)
+    assert report.frozen == tuple(f"a.0.{name}" for name in alone.frozen)
+    assert report.folded == {"a.0.body.0": "a.0.body.1"}
+    # Nobody asked to freeze what is around it.
+    assert list(report.not_fused) == ["a.0", "a.0.up"]
+    assert list(report.left_alone) == ["a.0.up", "a.1", "up"]
+    part = convselect.summary(inner.body)
+    assert part.frozen == ("",)
+    assert part.folded == {"0": "1"}
+    assert part.not_fused == {}
+
+
+def test_what_is_measured_and_on_trial_is_told(favourite):
+    model, x = convselect.convert(small_net()), input_()
+    assert (convselect.summary(model).on_trial, convselect.summary(model).measured) == ((), ())
+    with convselect.use("verify"), torch.no_grad():
+        model(x)
+        report = convselect.summary(model)
+        if favourite is None:  # nothing speaks for a trial
+            assert report.on_trial == ()
+            return
+        assert {row.layers for row in report.on_trial} == {("0",), ("1.conv",), ("2",)}
+        assert {(row.source, row.algorithms, row.gain) for row in report.on_trial} == {
+            ("trial", ("native", favourite), None)
+        }
+        row = report.on_trial[1]
+        assert f"on trial: {row.problem}: native, {favourite} ({row.layers[0]})" in str(report)
+        for _ in range(200):
+            model(x)
+    report = convselect.summary(model)
+    assert report.on_trial == ()
+    assert {row.layers for row in report.measured} == {("0",), ("1.conv",), ("2",)}
+    assert {row.source for row in report.measured} == {"verify"}
+    row = report.measured[0]
+    assert f"measured: {row.problem}: {row.algorithms[0]}, {row.gain:.2f} times native's speed" in str(report)
+    assert json.loads(report.to_json())["measured"][0]["problem"] == str(row.problem)
+
+
+def test_measured_choices_go_by_geometry_and_policy():
+    same = {"kernel_size": 3, "padding": "same", "dilation": 2}
+    model = nn.Sequential(
+        SelectedConv2d(4, 4, **same), SelectedConv2d(4, 4, **same, policy="measure"),
+        SelectedConv2d(4, 4, 3, padding=2),
+        SelectedConv2d(4, 4, 3, dilation=2, padding=2, padding_mode="reflect"), nn.Conv2d(4, 4, **same),
+    )  # fmt: skip
+    problem = ConvProblem(Direction.FORWARD, 1, 4, 9, 9, 4, 3, 3, 1, 1, 2, 2, 2, 2, 2, 2)
+    put = execution.choices.put
+    for policy, source in (("verify", "verify"), ("measure", "measure"), ("auto", "model"), ("native", "forced")):
+        with convselect.use(policy) as used:
+            put((problem, used), execution._Chosen(Choice("direct", source, None, 2.5)))
+    rows = convselect.summary(model).measured
+    assert [(row.layers, row.source, row.algorithms, row.gain) for row in rows] == [
+        (("0",), "verify", ("direct",), 2.5),
+        (("0", "1"), "measure", ("direct",), 2.5),
+    ]
+    assert convselect.summary(model[4]).measured == ()

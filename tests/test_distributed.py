@@ -16,7 +16,7 @@ from _parity import OTHER, assert_same, bound, favouring
 from torch import nn
 
 import convselect
-from convselect.eager import dispatch
+from convselect.eager import resolve
 from convselect.model import loaded
 from convselect.problem import conv_problem
 
@@ -91,7 +91,7 @@ def test_distributed_data_parallel(tmp_path):
             if channels_last:
                 model = model.to(memory_format=torch.channels_last)
             if how == "converted":
-                assert len(convselect.convert(model).converted) == 3
+                assert len(convselect.summary(convselect.convert(model)).converted) == 3
             model = DistributedDataParallel(model, gradient_as_bucket_view=True)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             with warnings.catch_warnings(record=True) as caught:
@@ -114,7 +114,7 @@ def test_distributed_data_parallel(tmp_path):
             for how in ("converted", "enabled"):
                 with favouring("im2col_gemm"):
                     got, own = train(how, channels_last)
-                    assert any(e.choice.algorithm == "im2col_gemm" for e in dispatch.choices.entries.values())
+                    assert any(e.found.algorithm == "im2col_gemm" for e in resolve.choices.entries.values())
                 for w, g in zip(want, got, strict=True):
                     assert g.stride() == w.stride()
                     torch.testing.assert_close(g, w, rtol=1e-4, atol=1e-5)
@@ -176,7 +176,7 @@ def test_fully_sharded(tmp_path):
                 continue
             with favouring("im2col_gemm"):
                 got = train(shard, True)
-                assert any(e.choice.algorithm == "im2col_gemm" for e in dispatch.choices.entries.values())
+                assert any(e.found.algorithm == "im2col_gemm" for e in resolve.choices.entries.values())
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
             assert want[0] != want[2]
             print(name, "done")
@@ -196,7 +196,7 @@ def chosen():
     from convselect.problem import Direction, conv_problem
     problems = [conv_problem(n, c, h, h, c, k, k, padding=k // 2, direction=d)
                 for n in (1, 8) for c in (8, 64, 256) for h in (14, 56) for k in (1, 3, 5) for d in Direction]
-    return [dispatch.choice_for(p, convselect.settings.current()).algorithm for p in problems]
+    return [resolve.choice_for(p, convselect.settings.current()).algorithm for p in problems]
 
 def everyone(value):
     values = [None] * dist.get_world_size()
@@ -276,16 +276,16 @@ def test_a_given_model_is_kept_until_taken_back():
 
     problem = conv_problem(1, 8, 8, 8, 8, 3, 3)
     try:
-        loaded.give(FakePredictor(GEMM))
+        loaded.override(FakePredictor(GEMM))
         for _ in range(2):
             assert loaded.get().predict(problem).ranked[0] == GEMM
             convselect.unload()
-        loaded.give(None)
+        loaded.override(None)
         assert loaded.get() is None
     finally:
         convselect.distributed.own_choices()
-    assert loaded._given is None
-    assert not dispatch.choices.entries
+    assert loaded._override is None
+    assert not resolve.choices.entries
 
 
 # ---- worker processes and threads -------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ import convselect
 from convselect import lru, settings
 from convselect.choice.choose import Choice
 from convselect.eager import dispatch
-from convselect.explain import short
 from convselect.kernels.pool import ALL
 from convselect.model import loaded
 from convselect.problem import ConvProblem, Direction, conv_problem
@@ -159,7 +158,7 @@ def test_short():
         2, 8, 9, 7, 16, 3, 5, stride=(2, 1), padding=(1, 1, 2, 2), dilation=2, groups=4, dtype="bfloat16",
         layout="channels_last",
     )  # fmt: skip
-    assert short(p) == "2x8x9x7 -> 16, 3x5 s(2,1) p(1,1,2,2) d2 g4 bfloat16 channels_last"
+    assert p.brief == "2x8x9x7 -> 16, 3x5 s(2,1) p(1,1,2,2) d2 g4 bfloat16 channels_last"
 
 
 def test_settings_in_force_are_the_ones_explained(monkeypatch):

@@ -33,7 +33,9 @@ from pairs import pairs
 import convselect
 from convselect import NotApplicable
 from convselect.aten.strides import result_strides
-from convselect.eager import dispatch
+from convselect.eager import plan as eager_plan
+from convselect.eager import resolve
+from convselect.eager.plan import plans
 from convselect.kernels._native_ops import overruns_in_channels_last
 from convselect.kernels.pool import BY_NAME
 from convselect.model import loaded
@@ -428,7 +430,7 @@ def test_empty_operands(which, policy):
         assert (type(error), str(error)) == (type(want_error), str(want_error))
         if want is not None:
             assert_same_run(got, want, 0.0, f"{which} {policy}")
-        assert len(dispatch.plans) == len(dispatch.choices) == 0, "empty calls must not fill the caches"
+        assert len(plans) == len(resolve.choices) == 0, "empty calls must not fill the caches"
 
 
 # ---- refusals and errors ----------------------------------------------------------------------------------------
@@ -526,7 +528,7 @@ def test_bad_input_raises_what_native_raises(policy):
                 else:
                     assert str(raised.value).startswith("conv2d()"), what
                 convselect.conv2d(**good, policy=policy)
-                assert len(dispatch.plans) == 1, f"{what} left a plan"
+                assert len(plans) == 1, f"{what} left a plan"
 
 
 @pytest.mark.parametrize("policy", ["auto", OTHER])
@@ -716,13 +718,13 @@ def test_environment_sets_the_policy():
         import torch, convselect
         from convselect.eager import dispatch
         ran = []
-        original = dispatch._execute
-        dispatch._execute = lambda choice, *rest: (ran.append(choice.algorithm), original(choice, *rest))[1]
+        original = eager_plan.execute
+        eager_plan.execute = lambda choice, *rest: (ran.append(choice.algorithm), original(choice, *rest))[1]
         layer = convselect.SelectedConv2d(3, 4, 3)
         layer(torch.randn(1, 3, 8, 8)).sum().backward()
         with convselect.use("native"):
             layer(torch.randn(1, 3, 8, 8)).sum().backward()
-        print(*ran, convselect.settings.current().precision, dispatch.plans.capacity)
+        print(*ran, convselect.settings.current().precision, plans.capacity)
     """
     out = python(code, CONVSELECT_POLICY="im2col_gemm", CONVSELECT_PRECISION="exact", CONVSELECT_CACHE_ENTRIES="77")
     assert out.split() == ["im2col_gemm", "im2col_gemm", "exact", "77"]
@@ -738,12 +740,12 @@ def test_one_plan_for_every_spelling():
         for padding in spellings:
             for dilation in spellings:
                 convselect.conv2d(x, weight, bias, stride, padding, dilation)
-    assert len(dispatch.plans) == 1
-    assert len(dispatch.choices) == 1
+    assert len(plans) == 1
+    assert len(resolve.choices) == 1
     convselect.SelectedConv2d(4, 6, 3, padding=1).requires_grad_(False)(x)
-    assert len(dispatch.plans) == 1
+    assert len(plans) == 1
     convselect.conv2d(x, weight, bias, 2)
-    assert len(dispatch.plans) == 2
+    assert len(plans) == 2
 
 
 def test_what_the_plan_cache_tells_apart():
@@ -764,21 +766,21 @@ def test_what_the_plan_cache_tells_apart():
         for _ in range(2):
             with change():
                 convselect.conv2d(x, weight, bias)
-            assert len(dispatch.plans) == count, what
+            assert len(plans) == count, what
             convselect.conv2d(x, weight, bias)
-            assert len(dispatch.plans) == count, what
-    before = len(dispatch.plans)
+            assert len(plans) == count, what
+    before = len(plans)
     precision = torch.backends.mkldnn.conv.fp32_precision
     try:
         torch.set_num_threads(threads + 1)
         convselect.conv2d(x, weight, bias)
-        assert len(dispatch.plans) == before + 1, "threads"
+        assert len(plans) == before + 1, "threads"
         torch.use_deterministic_algorithms(True)
         convselect.conv2d(x, weight, bias)
-        assert len(dispatch.plans) == before + 2, "deterministic"
+        assert len(plans) == before + 2, "deterministic"
         torch.backends.mkldnn.conv.fp32_precision = "bf16"
         convselect.conv2d(x, weight, bias)
-        assert len(dispatch.plans) == before + 3, "float32 precision"
+        assert len(plans) == before + 3, "float32 precision"
     finally:
         torch.backends.mkldnn.conv.fp32_precision = precision
         torch.use_deterministic_algorithms(False)
@@ -792,29 +794,29 @@ def test_what_the_plan_cache_tells_apart():
         (x, weight.clone().requires_grad_(), bias),
         (x, weight, bias.clone().requires_grad_()),
     ):
-        before = len(dispatch.plans)
+        before = len(plans)
         convselect.conv2d(*operands)
-        assert len(dispatch.plans) == before + 1
+        assert len(plans) == before + 1
 
 
 def test_caches_are_bounded(monkeypatch):
     weight = torch.randn(3, 2, 3, 3)
     with favouring(OTHER):
-        monkeypatch.setattr(dispatch.plans, "capacity", 8)
-        monkeypatch.setattr(dispatch.choices, "capacity", 8)
+        monkeypatch.setattr(plans, "capacity", 8)
+        monkeypatch.setattr(resolve.choices, "capacity", 8)
         often = torch.randn(1, 2, 4, 4)
         for width in range(5, 45):
             x = torch.randn(1, 2, 4, width)
             torch.testing.assert_close(convselect.conv2d(x, weight), F.conv2d(x, weight))
             convselect.conv2d(often, weight)
-            assert len(dispatch.plans) <= 8
-            assert len(dispatch.choices) <= 8
-        assert any(key[0] == often.shape for key in dispatch.plans.entries), "the one in use was forgotten"
-        monkeypatch.setattr(dispatch.plans, "capacity", 0)
-        monkeypatch.setattr(dispatch.choices, "capacity", 0)
+            assert len(plans) <= 8
+            assert len(resolve.choices) <= 8
+        assert any(key[0] == often.shape for key in plans.entries), "the one in use was forgotten"
+        monkeypatch.setattr(plans, "capacity", 0)
+        monkeypatch.setattr(resolve.choices, "capacity", 0)
         convselect.clear()
         torch.testing.assert_close(convselect.conv2d(often, weight), F.conv2d(often, weight))
-        assert len(dispatch.plans) == 0
+        assert len(plans) == 0
 
 
 def test_backward_plans_are_bounded():
@@ -828,14 +830,14 @@ def test_backward_plans_are_bounded():
             (got,) = torch.autograd.grad(y, x, wide[..., :4])
             (want,) = torch.autograd.grad(F.conv2d(x, weight), x, wide[..., :4])
             torch.testing.assert_close(got, want)
-        (plan,) = dispatch.plans.entries.values()
-        assert len(plan._backward) <= dispatch._BACKWARD_PLANS
+        (plan,) = plans.entries.values()
+        assert len(plan._backward) <= eager_plan._BACKWARD_PLANS
 
 
 def test_eight_threads(monkeypatch):
     """Different shapes from eight threads through a cache that keeps overflowing."""
-    monkeypatch.setattr(dispatch.plans, "capacity", 16)
-    monkeypatch.setattr(dispatch.choices, "capacity", 16)
+    monkeypatch.setattr(plans, "capacity", 16)
+    monkeypatch.setattr(resolve.choices, "capacity", 16)
     weight = torch.randn(3, 2, 3, 3)
     errors = []
 
@@ -861,7 +863,7 @@ def test_eight_threads(monkeypatch):
         for thread in threads:
             thread.join()
         assert not errors, errors[0]
-        assert len(dispatch.plans) <= 16
+        assert len(plans) <= 16
 
 
 @pytest.mark.process
@@ -881,7 +883,7 @@ def test_fork():
         convselect.conv2d(x, weight, policy="im2col_gemm")
         held, done = threading.Event(), threading.Event()
         def hold():
-            with dispatch.plans._lock, dispatch.choices._lock, loaded._lock:
+            with plans._lock, resolve.choices._lock, loaded._lock:
                 held.set()
                 done.wait()
         thread = threading.Thread(target=hold)

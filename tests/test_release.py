@@ -1,4 +1,4 @@
-"""What a release is made of: one version everywhere, and everything that belongs to it in the source distribution."""
+"""What a release is made of: one version and the same checks everywhere, everything in the source distribution."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from typer.main import get_command
 
 import convselect
+from convselect.cli.main import _app
 
 ROOT = Path(convselect.__file__).parent.parent
 # Made by git or by setuptools, and no part of the other.
@@ -83,3 +85,59 @@ def test_the_source_distribution_is_the_repository(tracked, tmp_path):
     with tarfile.open(sdist) as archive:
         names = {member.name.split("/", 1)[1] for member in archive if member.isfile()}
     assert {name for name in names if not OF_SETUPTOOLS.fullmatch(name)} == tracked - OF_GIT
+
+
+# ---- checks on GitHub and before commits ----------------------------------------------------------------------------
+
+
+def recipe(target: str) -> list[str]:
+    """Commands of a target of the Makefile, as they run if nothing is overridden."""
+    found = re.search(rf"^{target}:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert found is not None, f"the Makefile has no target {target}"
+    return [line.strip().replace("$(BIN)", ".venv/bin") for line in found[1].splitlines()]
+
+
+def test_the_workflow_runs_what_everybody_can_run():
+    text = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    workflow = yaml.safe_load(text)
+    assert workflow["permissions"] == {"contents": "read"}
+    assert workflow["concurrency"]["cancel-in-progress"] is True
+    assert "://" not in text  # where packages come from is a variable of the repository
+    runs = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
+    assert runs == [".ci/run", "make check"]
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
+    assert re.search("^check:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    classifiers = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())
+    assert workflow["jobs"]["check"]["strategy"]["matrix"]["python"] == classifiers
+
+
+def test_pre_commit_runs_what_make_lint_runs():
+    (local,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert local["repo"] == "local"
+    assert [hook["entry"] for hook in local["hooks"]] == recipe("lint")
+    assert all(hook["language"] == "system" and not hook["pass_filenames"] for hook in local["hooks"])
+
+
+FORMS = [path for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml"]
+
+
+@pytest.mark.parametrize("path", FORMS, ids=[path.stem for path in FORMS])
+def test_forms_for_issues_ask_for_commands_that_exist(path):
+    form = yaml.safe_load(path.read_text())
+    assert form["name"]
+    assert form["description"]
+    fields = [field for field in form["body"] if field["type"] != "markdown"]
+    assert {field["type"] for field in fields} <= {"input", "textarea", "dropdown", "checkboxes"}
+    assert len({field["id"] for field in fields}) == len(fields)
+    assert all(field["attributes"]["label"] for field in fields)
+    commands = get_command(_app()).commands
+    asked = re.findall(r"convselect (\w+)[^`\n]*?(--[a-z-]+)?`", path.read_text())
+    assert ("doctor", "--json") in asked
+    for name, option in asked:
+        assert not option or any(option in param.opts for param in commands[name].params), (name, option)
+
+
+def test_there_are_forms_and_blank_issues():
+    assert sorted(path.stem for path in FORMS) == ["bug", "slow"]
+    assert yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / "config.yml").read_text())["blank_issues_enabled"]
+    assert len((ROOT / ".github" / "pull_request_template.md").read_text().splitlines()) == 5

@@ -43,7 +43,7 @@ DANGEROUS = {
 KNOWN = {
     ("model/loaded.py", "pickle.loads"),  # bytes that `give` made in this very process
     (
-        "freeze/plan.py",
+        "freeze/program.py",
         "exec",
     ),  # statements written there about a graph traced there; names come from a counter
 }
@@ -162,7 +162,7 @@ def entered(path: Path, decision: Decision) -> None:
     """Into the store, as this machine would have written it."""
     mark, description = choice_environment("cpu")
     with Store(path) as store:
-        store.decide(store.environment(description, mark), [decision])
+        store.put_choices(store.environment(description, mark), [decision])
     convselect.set_store(path)
 
 

@@ -61,7 +61,6 @@ def test_the_environment_sets_the_defaults():
         audit=256,
     ) as expected:
         assert found is expected
-    assert parse(in_a_process(WORKSPACE_BYTES="17")).workspace_bytes == 17
 
 
 def test_what_is_not_given_stays_as_outside():

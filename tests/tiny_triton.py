@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from convselect.kernels._contract import Grade, Params
-from convselect.kernels.triton import launch as triton_launch
+from convselect.kernels.triton import launch as launcher
 from convselect.kernels.triton.launch import Launch, TritonAlgorithm
 from convselect.problem import ConvProblem, Direction
 
@@ -21,7 +21,7 @@ class Tiny(TritonAlgorithm):
             return "it is for dense 1x1 kernels"
         return None
 
-    def workspace_bytes(self, problem: ConvProblem) -> int:
+    def workspace_bytes(self, problem: ConvProblem, params: Params = None) -> int:
         return 2 * problem.bytes
 
     def error_grade(self, problem: ConvProblem) -> Grade:
@@ -46,7 +46,7 @@ class Tiny(TritonAlgorithm):
     def _run(self, a: Tensor, b: Tensor, problem: ConvProblem, params: Params) -> Tensor:
         c = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
         (launch,) = self.launches(problem, params)
-        triton_launch.run(launch, *(triton_launch.aligned(t.contiguous()) for t in (a, b)), c)
+        launcher.run(launch, *(launcher.aligned(t.contiguous()) for t in (a, b)), c)
         return c
 
     def forward(self, x: Tensor, weight: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:

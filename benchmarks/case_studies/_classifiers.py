@@ -26,7 +26,7 @@ HEADS = 2
 
 @dataclass(frozen=True)
 class Setting:
-    """How a classifier is built and trained. `norm` and `residual` are of the Γ-block, and mean nothing elsewhere.
+    """How a classifier is built and trained. `norm` and `residual` are the Γ-block's, and unused elsewhere.
 
     Attributes:
         pooling: "mean" over all positions, padding included, which attention then sees as well; "masked mean" and

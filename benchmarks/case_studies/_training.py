@@ -67,7 +67,7 @@ class Trainer:
         self.optimiser.step()
 
     def correct(self, split: str) -> Tensor:
-        """(n,) float64, 1 where the present weights are right."""
+        """(n,) float64, 1 if the present weights are right."""
         data = self.corpus.splits[split]
         self.model.eval()
         # PyTorch's fast path for encoder layers is the slower one for padded batches.
@@ -192,7 +192,7 @@ def chosen(trials: Iterable[Mapping[str, Any]], corpus: str, kind: str) -> tuple
     """The setting of the best validation accuracy, the first of equals, and its best epoch; no variant.
 
     Raises:
-        ValueError: where there is no trial of that kind.
+        ValueError: if there is no trial of that kind.
     """
     fitting = [t for t in trials if (t["corpus"], t["kind"]) == (corpus, kind) and "variant" not in t]
     if not fitting:
@@ -312,7 +312,7 @@ def training_times(
 def inference_times(
     trainers: Mapping[str, Trainer], batch: int, *, rounds: int, deadline_s: float = 30.0
 ) -> tuple[dict[str, timing.Timing], int]:
-    """Time of so many calls as the second value says, each on `batch` texts of the test set, the kinds taking turns.
+    """Times of the kinds, in turns, and the number of calls that each sample takes, with `batch` test texts per call.
 
     The transformer block is there with and without PyTorch's fast path.
     """

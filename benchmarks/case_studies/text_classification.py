@@ -126,7 +126,7 @@ def search(
     kinds: Annotated[str, typer.Option(help="which models, by commas")] = ",".join(KINDS),
     count: Annotated[int, typer.Option(help="settings per model and corpus")] = 16,
     epochs: Annotated[int, typer.Option(help="at most")] = 12,
-    minutes: Annotated[float | None, typer.Option(help="begin no trial after so many")] = None,
+    minutes: Annotated[float | None, typer.Option(help="start no trial after this time")] = None,
     malloc: Malloc = True,
 ) -> None:
     """Try settings; accuracy on the validation set, one seed."""
@@ -188,7 +188,7 @@ def run(
 
 @app.command()
 def table(result: Path, figure: Path | None = None) -> None:
-    """Print the tables of a result as Markdown; draw its figure again where one is named."""
+    """Print the tables of a result as Markdown; redraw its figure if one is named."""
     read = json.loads(result.read_text())
     typer.echo(markdown(read))
     if figure is not None:

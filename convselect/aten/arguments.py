@@ -1,4 +1,4 @@
-"""What the arguments of a call amount to: its problem, whether aten would accept it, and what autocast makes of it."""
+"""From the arguments of a call to its problem: what it is, whether aten would accept it, and what autocast casts."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from convselect.aten.autograd import in_functorch
-from convselect.aten.strides import result_strides
+from convselect.aten.strides import in_functorch, result_strides
 from convselect.problem import (
     CHANNELS_LAST,
     CONTIGUOUS,
@@ -25,13 +24,23 @@ threads = torch.get_num_threads
 deterministic: Any = torch._C._get_deterministic_algorithms
 fp32_precision: Any = torch._C._get_fp32_precision_getter
 
+Geometry = tuple[Any, Any, Any, Any]
+"""(stride, padding, dilation, groups), as a call gives them: ints, pairs, and for the padding a text."""
+
 _DEVICES = frozenset({"cpu", "cuda"})
+_INT = frozenset({int})
 # What autocast casts: floating point except float64.
 _CAST_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
-def problem_of(x: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any, groups: int) -> ConvProblem | None:
-    """The forward problem, None where the arguments do not even have its form."""
+def problem_of(x: Tensor, weight: Tensor, geometry: Geometry) -> ConvProblem | None:
+    """The forward problem of a call; None if its arguments do not even have the form of one.
+
+    Args:
+        x: (N, C, H, W).
+        weight: (K, C / groups, R, S).
+    """
+    stride, padding, dilation, groups = geometry
     if x.dim() != 4 or weight.dim() != 4 or x.dtype not in DTYPE_NAMES or x.device.type not in _DEVICES:
         return None
     try:
@@ -47,7 +56,7 @@ def problem_of(x: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: A
         tf32 = fp32_precision("mkldnn", "conv") not in ("none", "ieee")
     else:
         tf32 = x.dtype == torch.float32 and fp32_precision("cuda", "conv") == "tf32"
-    # cuDNN's own flag asks for as much where cuDNN computes.
+    # If cuDNN computes, its own flag counts as well.
     settled = deterministic() or (x.is_cuda and torch.backends.cudnn.deterministic)
     N, C, H, W = x.shape
     return ConvProblem(
@@ -56,12 +65,35 @@ def problem_of(x: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: A
     )  # fmt: skip
 
 
+def problems_of(layer: torch.nn.Conv2d, x: Tensor) -> list[ConvProblem]:
+    """The problems that a convolution layer poses for this input: forward, and under grad mode each gradient that would
+    be computed. Empty if the call is aten's alone."""
+    weight, geometry = layer.weight, (layer.stride, layer.padding, layer.dilation, layer.groups)
+    if layer.padding_mode != "zeros":
+        x = torch.nn.functional.pad(x, layer._reversed_padding_repeated_twice, mode=layer.padding_mode)
+        geometry = (layer.stride, (0, 0), layer.dilation, layer.groups)
+    if x.dim() == 3:
+        x = x.unsqueeze(0)
+    cast = autocast_dtype(x)
+    if cast:
+        x, weight = cast_like_autocast(x, cast), cast_like_autocast(weight, cast)
+    problem = problem_of(x, weight, geometry)
+    if problem is None or not valid(problem, x, weight, layer.bias, geometry, cast=bool(cast)):
+        return []
+    problems = [problem]
+    if torch.is_grad_enabled() and x.requires_grad:
+        problems.append(problem._replace(direction=Direction.BACKWARD_DATA, layout=y_layout(x, weight, problem)))
+    if torch.is_grad_enabled() and weight.requires_grad:
+        problems.append(problem.with_direction(Direction.BACKWARD_WEIGHT))
+    return problems
+
+
 def _layout(t: Tensor) -> str:
     """As `layout_of`. Under vmap a tensor knows its strides but does not answer about channels_last."""
     return layout_of(torch.empty_strided(t.shape, t.stride(), device="meta") if in_functorch() else t)
 
 
-def valid(p: ConvProblem, x: Tensor, weight: Tensor, bias: Tensor | None, padding: Any, *, cast: bool) -> bool:
+def valid(p: ConvProblem, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, *, cast: bool) -> bool:
     """Whether this is a convolution that aten accepts and that has something to compute. What it does not accept is
     handed to it, so that the error is its own."""
     numbers = (p.stride_h, p.stride_w, p.dil_h, p.dil_w, p.groups, *p.padding)
@@ -69,7 +101,7 @@ def valid(p: ConvProblem, x: Tensor, weight: Tensor, bias: Tensor | None, paddin
         all(isinstance(n, int) for n in numbers)
         and min(p.stride_h, p.stride_w, p.dil_h, p.dil_w, p.groups) > 0
         and min(p.padding) >= 0
-        and not (padding == "same" and (p.stride_h, p.stride_w) != (1, 1))
+        and not (geometry[1] == "same" and (p.stride_h, p.stride_w) != (1, 1))
         and x.numel() > 0
         and weight.numel() > 0
         and weight.shape[1] * p.groups == p.C
@@ -79,7 +111,7 @@ def valid(p: ConvProblem, x: Tensor, weight: Tensor, bias: Tensor | None, paddin
         and weight.dtype == x.dtype
         and weight.device == x.device
         and x.layout == weight.layout == torch.strided
-        and (bias is None or bias_fits(bias, x, p.K, cast=cast))
+        and (bias is None or _bias_fits(bias, x, p.K, cast=cast))
     )
 
 
@@ -90,7 +122,7 @@ def y_layout(x: Tensor, weight: Tensor, problem: ConvProblem) -> str:
     return CONTIGUOUS if strides == canonical_strides((N, K, P, Q), CONTIGUOUS) else CHANNELS_LAST
 
 
-def bias_fits(bias: Tensor, x: Tensor, K: int, *, cast: bool) -> bool:
+def _bias_fits(bias: Tensor, x: Tensor, K: int, *, cast: bool) -> bool:
     return (
         bias.shape == (K,)
         and bias.device == x.device
@@ -99,10 +131,14 @@ def bias_fits(bias: Tensor, x: Tensor, K: int, *, cast: bool) -> bool:
     )
 
 
-def are_ints(*values: Any) -> bool:
-    return all(
-        type(v) is int or type(v) is str or (isinstance(v, tuple) and all(type(n) is int for n in v)) for v in values
-    )
+def are_ints(geometry: Geometry) -> bool:
+    """Whether the numbers are ints, and neither floats nor bools, which compare equal."""
+    for value in geometry:
+        if type(value) is int or type(value) is str:
+            continue
+        if not isinstance(value, tuple) or not _INT.issuperset(map(type, value)):
+            return False
+    return True
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | bool:

@@ -9,7 +9,7 @@ same shapes. So double backward (and any order beyond it) poses no new problem, 
 is bilinearity itself; vmap folds the batch into N where only activations carry it, into the groups where the weight
 does.
 
-`Bound` is what the functions need of a plan: the geometry with an algorithm behind each direction.
+`ConvOps` is what the functions need: one geometry with an algorithm behind each direction.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ import torch
 from torch import Tensor
 from torch._functorch.utils import unwrap_dead_wrappers
 
+from convselect.aten.strides import in_functorch
 
-class Bound(Protocol):
-    """A convolution geometry with chosen algorithms behind it; see `dispatch.Plan`."""
+
+class ConvOps(Protocol):
+    """A convolution geometry with chosen algorithms behind it; see `eager.plan.Plan`."""
 
     groups: int
 
@@ -31,17 +33,12 @@ class Bound(Protocol):
     def backward(
         self, grad_y: Tensor, x: Tensor | None, weight: Tensor | None, needed: tuple[bool, bool]
     ) -> tuple[Tensor | None, Tensor | None]: ...
-    def refold(self, x_shape: tuple[int, ...], weight_shape: tuple[int, ...], groups: int, like: Tensor) -> Bound: ...
+    def refold(self, x_shape: tuple[int, ...], weight_shape: tuple[int, ...], groups: int, like: Tensor) -> ConvOps: ...
 
     @property
     def x_shape(self) -> tuple[int, int, int, int]: ...
     @property
     def weight_shape(self) -> tuple[int, int, int, int]: ...
-
-
-def in_functorch() -> bool:
-    """Inside torch.func transforms or batched gradients, where tensors must pass through `apply`."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 class _Function(torch.autograd.Function):
@@ -59,7 +56,7 @@ class Conv2dFunction(_Function):
     """y = forward(x, weight) + bias."""
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Bound) -> Tensor:  # type: ignore[override]
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, plan: ConvOps) -> Tensor:  # type: ignore[override]
         return plan.forward(x, weight, bias)
 
     @staticmethod
@@ -100,7 +97,7 @@ class Conv2dFunction(_Function):
         return torch.zeros_like(y) + bias_t
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: Bound) -> Any:
+    def vmap(info: Any, in_dims: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: ConvOps) -> Any:
         x_dim, weight_dim, bias_dim, _ = in_dims
         B = info.batch_size
         if x_dim is None and weight_dim is None:  # only the bias is batched
@@ -117,7 +114,7 @@ class BackwardDataFunction(_Function):
     """grad_x = backward_data(grad_y, weight), itself differentiable."""
 
     @staticmethod
-    def forward(grad_y: Tensor, weight: Tensor, plan: Bound) -> Tensor:  # type: ignore[override]
+    def forward(grad_y: Tensor, weight: Tensor, plan: ConvOps) -> Tensor:  # type: ignore[override]
         grad_x, _ = plan.backward(grad_y, None, weight, (True, False))
         assert grad_x is not None
         return grad_x
@@ -146,7 +143,7 @@ class BackwardDataFunction(_Function):
         )
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, grad_y: Tensor, weight: Tensor, plan: Bound) -> Any:
+    def vmap(info: Any, in_dims: Any, grad_y: Tensor, weight: Tensor, plan: ConvOps) -> Any:
         operands = (grad_y, in_dims[0]), (weight, in_dims[1])
         return _fold(info.batch_size, plan, *operands, BackwardDataFunction, lambda a, b, p: (a, b, p)), 0
 
@@ -155,7 +152,7 @@ class BackwardWeightFunction(_Function):
     """grad_weight = backward_weight(x, grad_y), itself differentiable."""
 
     @staticmethod
-    def forward(x: Tensor, grad_y: Tensor, plan: Bound) -> Tensor:  # type: ignore[override]
+    def forward(x: Tensor, grad_y: Tensor, plan: ConvOps) -> Tensor:  # type: ignore[override]
         _, grad_weight = plan.backward(grad_y, x, None, (False, True))
         assert grad_weight is not None
         return grad_weight
@@ -184,7 +181,7 @@ class BackwardWeightFunction(_Function):
         )
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, grad_y: Tensor, plan: Bound) -> Any:
+    def vmap(info: Any, in_dims: Any, x: Tensor, grad_y: Tensor, plan: ConvOps) -> Any:
         B, groups = info.batch_size, plan.groups
         x, grad_y = (_batch_into_channels(t, d, B) for t, d in ((x, in_dims[0]), (grad_y, in_dims[1])))
         N, C, H, W = plan.x_shape
@@ -194,7 +191,7 @@ class BackwardWeightFunction(_Function):
 
 
 def _sum_of(*terms: Callable[[], Tensor] | bool) -> Tensor | None:
-    """The sum of the terms that are there, None if none is."""
+    """The sum of the terms that are there, None if there is none."""
     total: Tensor | None = None
     for term in terms:
         if callable(term):
@@ -211,11 +208,11 @@ def _batch_into_channels(t: Tensor, dim: int | None, B: int) -> Tensor:
 
 def _fold(
     B: int,
-    plan: Bound,
+    plan: ConvOps,
     activation: tuple[Tensor, int | None],
     weight: tuple[Tensor, int | None],
     function: Any,
-    arguments: Callable[[Tensor, Tensor, Bound], tuple[Any, ...]],
+    arguments: Callable[[Tensor, Tensor, ConvOps], tuple[Any, ...]],
 ) -> Tensor:
     """Run `function` on batched operands as one convolution; the result has the batch in front."""
     a, a_dim = activation

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from convselect.aten.autograd import in_functorch
 from convselect.kernels._native_ops import even_padding
 from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, canonical_strides
 
@@ -19,6 +18,11 @@ class ResultStrides(NamedTuple):
     y: Strides
     grad_x: Strides
     grad_weight: Strides
+
+
+def in_functorch() -> bool:
+    """Inside torch.func transforms or batched gradients, where tensors must pass through `apply`."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def result_strides(x: Tensor, weight: Tensor, problem: ConvProblem) -> ResultStrides:
@@ -107,7 +111,7 @@ def suggested_layout(shape: tuple[int, ...], strides: Strides) -> str:
 
 def with_strides(result: Tensor, strides: Strides) -> Tensor:
     """`result` with exactly these strides, and not a view (autograd forbids in-place use of a view that a custom
-    function returns). Copies only where the memory really is arranged otherwise."""
+    function returns). Copies only if the memory really is arranged otherwise."""
     if result.stride() != strides:
         shape = result.shape
         if _same_memory(shape, result.stride(), strides):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from convselect.choice.choose import NATIVE, Choice, Prediction, refusal
+from convselect.choice.budgets import refusal
+from convselect.choice.choose import NATIVE, Choice, Prediction
 from convselect.kernels.pool import ALL
 from convselect.problem import ConvProblem
 from convselect.settings import Settings
@@ -55,5 +56,5 @@ def _predicted(name: str, prediction: Prediction | None) -> str:
 
 
 def times(value: float | None) -> str:
-    """A ratio as people write it: "1.73x"; nothing where there is none."""
+    """A ratio as people write it: "1.73x"; an empty text if there is none."""
     return "" if value is None else f"{value:.2f}x"

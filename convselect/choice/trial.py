@@ -34,7 +34,7 @@ NATIVE = "native"
 
 MIN_ROUNDS, MAX_ROUNDS = 5, 24
 RIVAL_ROUNDS = 12
-"""After so many rounds it no longer matters which of two that are better than native is the better one."""
+"""After this many rounds it no longer matters which of two that are better than native is the better one."""
 MIN_GAIN = 0.02
 """ln(t_native / t) from which leaving native is worth it."""
 Z = (3.75, 3.36, 3.14, 3.0, 2.9, 2.82, 2.76, 2.72, 2.68, 2.65, 2.62, 2.6, 2.58, 2.57, 2.55, 2.54, 2.53, 2.52, 2.51, 2.5)
@@ -50,7 +50,7 @@ ABANDON = 6.0
 MACHINERY_US = 8.0
 """What a turn costs beyond the convolution, about."""
 OUTLIER = 3.0
-"""A call that takes so many times its algorithm's median was interrupted; that much of it is charged, and no more."""
+"""A call that takes this many times its algorithm's median was interrupted; that much of it is charged, and no more."""
 NATIVE_FIRST = 3
 """Calls of native before anything else: its first is cold, and the next two are what others are held to."""
 
@@ -64,14 +64,14 @@ class Outcome:
         gain: its speed in times native's, the median over rounds; 1 for native.
         rounds: that it is based on.
         reason: one sentence.
-        hasty: whether it was ended for its cost, without a comparison to speak of.
+        cut_short: whether it was ended for its cost, without a comparison to speak of.
     """
 
     algorithm: str
     gain: float
     rounds: int
     reason: str
-    hasty: bool = False
+    cut_short: bool = False
 
 
 class Trial:
@@ -125,7 +125,7 @@ class Trial:
 
     @property
     def excess_us(self) -> float:
-        """Time spent so far beyond what native alone would have taken; negative where the trial has saved time."""
+        """Time spent so far beyond what native alone would have taken; negative if the trial has saved time."""
         return self._excess_us
 
     def turn(self) -> str | None:
@@ -217,7 +217,7 @@ class Trial:
         if not self.live:
             self._settle(NATIVE, "no candidate was faster")
         elif native_us is not None and self._excess_us > ABANDON * native_us:
-            self._settle(NATIVE, "the candidates were predicted much too well", hasty=True)
+            self._settle(NATIVE, "the candidates were predicted much too well", cut_short=True)
         elif self._this_round:
             self._end_round()
 
@@ -269,7 +269,7 @@ class Trial:
             self._settle(NATIVE, f"nothing was clearly faster in {n} rounds")
 
     def _leader(self) -> str:
-        """The fastest candidate: by its gain over native, and where native is out already, by the rounds since."""
+        """The fastest candidate: by its gain over native, and if native is out already, by the rounds since."""
         leader = max(self.live, key=lambda name: self.gain(name)[0])
         for rival in self.live if self._proven else ():
             # One that was never shown to beat native must not win by beating who was.
@@ -278,9 +278,9 @@ class Trial:
                 leader = rival
         return leader
 
-    def _settle(self, name: str, reason: str, *, hasty: bool = False) -> None:
+    def _settle(self, name: str, reason: str, *, cut_short: bool = False) -> None:
         gain = 1.0 if name == NATIVE else math.exp(self.gain(name)[0])
-        self.outcome = Outcome(name, gain, len(self._rounds), reason, hasty)
+        self.outcome = Outcome(name, gain, len(self._rounds), reason, cut_short)
 
 
 def _middle(ascending: Sequence[float]) -> float:
@@ -289,7 +289,7 @@ def _middle(ascending: Sequence[float]) -> float:
 
 
 def replay(trial: Trial, time_us: Callable[[str], float], calls: int) -> float:
-    """Total time of so many calls in us: those of the trial by its rules, with its machinery and the comparison of each
+    """Total time of `calls` calls in us: those of the trial by its rules, with its machinery and the comparison of each
     candidate's first result with native's, then those of whatever it settled on. `time_us(algorithm)` says what one
     call takes."""
     total = 0.0

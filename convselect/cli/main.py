@@ -50,14 +50,12 @@ def _app() -> "typer.Typer":
         add_completion=False,
         pretty_exceptions_enable=False,
     )
-    fail = typer.Exit(2)
+    from convselect.cli import console, report, store, tools, tune
     from convselect.cli import model as cli_model
-    from convselect.cli import params, report, store, tools, tune
 
     cli_model.register(app)
     tools.register(app)
     tune.register(app)
-    params.register(app)
     report.register(app)
     app.add_typer(store.app, name="store")
 
@@ -66,7 +64,7 @@ def _app() -> "typer.Typer":
         model: Annotated[
             str | None, typer.Option(help="Your own model: module:function, called without arguments.")
         ] = None,
-        input_shape: Annotated[str | None, typer.Option("--input", help="Its input, N,C,H,W.")] = None,
+        input_shape: console.InputShape = None,
         only: Annotated[
             list[str] | None, typer.Option(help="A built-in network instead of the default three; may be repeated.")
         ] = None,
@@ -76,38 +74,25 @@ def _app() -> "typer.Typer":
             Path | None, typer.Option("--json", help="Write the results to this file as well.")
         ] = None,
         quick: Annotated[bool, typer.Option("--quick", help="Tiny images; says nothing about speed.")] = False,
-        malloc_tuning: Annotated[
-            bool,
-            typer.Option(
-                "--malloc-tuning/--no-malloc-tuning",
-                help="Restart once with malloc told to keep freed memory, for both sides.",
-            ),
-        ] = True,
+        malloc_tuning: console.MallocTuning = True,
     ) -> None:
         """What runs where in real networks, how exact it is, and how fast next to nn.Conv2d."""
-        from rich.console import Console
-
-        import convselect
+        from convselect import NotApplicable
         from convselect.demo import demo as demonstration
 
         if malloc_tuning:
             demonstration.restart_with_tuned_malloc()
-        # A pipe has no width; rich would assume 80 columns and break the tables.
-        console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
-        try:
-            user_model = None
+        with console.refusing("demo", demonstration.DemoError, NotApplicable, files=False):
             if (model is None) != (input_shape is None):
                 raise demonstration.DemoError("--model and --input N,C,H,W go together")
+            own = None
             if model is not None and input_shape is not None:
-                user_model = demonstration.load_user_model(model, demonstration.parse_shape(input_shape))
+                own = demonstration.load_user_model(model, demonstration.parse_shape(input_shape))
             if json_file is not None and not json_file.absolute().parent.is_dir():
                 raise demonstration.DemoError(f"--json: there is no directory {json_file.absolute().parent}")
             results = demonstration.run_demo(
-                only or None, user_model, seconds=seconds, threads=threads, quick=quick, console=console
+                only or None, own, seconds=seconds, threads=threads, quick=quick, console=console.console()
             )
-        except (demonstration.DemoError, convselect.NotApplicable) as error:
-            typer.echo(f"convselect demo: {error}", err=True)
-            raise fail from error
         if json_file is not None:
             json_file.write_text(json.dumps(results, indent=1) + "\n")
 

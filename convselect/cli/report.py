@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from convselect.cli.console import InputShape, MallocTuning, console, refusing
+
 if TYPE_CHECKING:
     from convselect.demo.demo import Subject
     from convselect.report import DataReport, NetworkReport
@@ -16,11 +18,6 @@ def register(app: typer.Typer) -> None:
     app.command()(report)
 
 
-def _refuse(error: object) -> typer.Exit:
-    typer.echo(f"convselect report: {error}", err=True)
-    return typer.Exit(2)
-
-
 def report(
     target: Annotated[
         str,
@@ -29,7 +26,7 @@ def report(
             'a CSV file of times (.csv, .csv.gz), "store" for your own store.'
         ),
     ],
-    input_shape: Annotated[str | None, typer.Option("--input", help="The network's input, N,C,H,W.")] = None,
+    input_shape: InputShape = None,
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
     training: Annotated[bool, typer.Option("--training", help="Both gradients as well, and a training step.")] = False,
     measure: Annotated[
@@ -42,41 +39,36 @@ def report(
     seconds: Annotated[float, typer.Option(min=0.1, help="Time budget for all timing together.")] = 30.0,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads; PyTorch's default otherwise.")] = None,
     times: Annotated[
-        Path | None, typer.Option(help="Times measured on this machine, used where nothing is timed now.")
+        Path | None, typer.Option(help="Times measured on this machine, used for what is not timed now.")
     ] = None,
     artifact: Annotated[
-        Path | None, typer.Option(help="Of measured times: the model file to judge; else the one shipped.")
+        Path | None, typer.Option(help="The model file to judge on measured times; default: the one shipped.")
     ] = None,
-    malloc_tuning: Annotated[
-        bool, typer.Option("--malloc-tuning/--no-malloc-tuning", help="Restart once with malloc keeping freed memory.")
-    ] = True,
+    malloc_tuning: MallocTuning = True,
 ) -> None:
     """Write one HTML page about a network, what is chosen in it and what that gains, or about measured times."""
     import torch
 
     from convselect import NotApplicable
     from convselect.demo import demo
-    from convselect.model.inference import ArtifactError
     from convselect.report import render
-    from convselect.store.store import StoreError
 
     before = torch.get_num_threads()
     try:
-        if not out.absolute().parent.is_dir():
-            raise demo.DemoError(f"--out: there is no directory {out.absolute().parent}")
-        found: DataReport | NetworkReport
-        if target == "store" or target.endswith(DATA_SUFFIXES):
-            found = _of_data(target, artifact)
-        else:
-            subject = _subject(target, input_shape)
-            if malloc_tuning and timed:
-                demo.restart_with_tuned_malloc()
-            if threads is not None:
-                torch.set_num_threads(threads)
-            found = _of_model(subject, training, measure, timed, verify, seconds, times)
-        out.write_text(render(found), encoding="utf-8")
-    except (demo.DemoError, NotApplicable, ValueError, OSError, StoreError, ArtifactError) as error:
-        raise _refuse(error) from error
+        with refusing("report", demo.DemoError, NotApplicable):
+            if not out.absolute().parent.is_dir():
+                raise ValueError(f"--out: there is no directory {out.absolute().parent}")
+            found: DataReport | NetworkReport
+            if target == "store" or target.endswith(DATA_SUFFIXES):
+                found = _of_data(target, artifact)
+            else:
+                subject = _subject(target, input_shape)
+                if malloc_tuning and timed:
+                    demo.restart_with_tuned_malloc()
+                if threads is not None:
+                    torch.set_num_threads(threads)
+                found = _of_model(subject, training, measure, timed, verify, seconds, times)
+            out.write_text(render(found), encoding="utf-8")
     finally:
         torch.set_num_threads(before)
     typer.echo(f"wrote {out}")
@@ -90,35 +82,23 @@ def _of_data(target: str, artifact: Path | None) -> "DataReport":
 
 
 def _subject(target: str, input_shape: str | None) -> "Subject":
-    import torch
-
     from convselect.demo import demo
     from convselect.demo.architectures import ARCHITECTURES
 
-    if target in ARCHITECTURES:
-        found = demo.built_in(target)
-        if input_shape is None:
-            return found
-        x = torch.randn(demo.parse_shape(input_shape), generator=torch.Generator().manual_seed(0))
-        return found._replace(x=x)
-    if ":" not in target:
-        raise demo.DemoError(
+    if target not in ARCHITECTURES and ":" not in target:
+        raise ValueError(
             f"{target!r} is neither a built-in network ({', '.join(ARCHITECTURES)}), nor module:function, nor a file "
             f"of times ({', '.join(DATA_SUFFIXES)})"
         )
-    if input_shape is None:
-        raise demo.DemoError(f"{target} needs --input N,C,H,W")
-    return demo.load_user_model(target, demo.parse_shape(input_shape))
+    return demo.subject_of(target, input_shape)
 
 
 def _of_model(
     subject: "Subject", training: bool, measure: bool, timed: bool, verify: bool, seconds: float, times: Path | None
 ) -> "NetworkReport":
     import torch
-    from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
 
-    from convselect.demo import demo
     from convselect.report import of_model
 
     try:  # what is wrong with the model itself is told in one line
@@ -127,9 +107,9 @@ def _of_model(
     except Exception as error:
         shape = ",".join(map(str, subject.x.shape))
         told = " ".join(f"{type(error).__name__}: {error}".split())
-        raise demo.DemoError(f"{subject.name} on an input of {shape}: {told}") from error
-    console = Console(stderr=True)
-    with Progress(TextColumn("{task.description}"), BarColumn(), console=console, transient=True) as bar:
+        raise ValueError(f"{subject.name} on an input of {shape}: {told}") from error
+    columns = (TextColumn("{task.description}"), BarColumn())
+    with Progress(*columns, console=console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=1.0)
         return of_model(
             subject.name, subject.model, subject.x, training=training, measure=measure, timed=timed, verify=verify,

@@ -1,60 +1,39 @@
 """`convselect store ...`. Annotations are evaluated here, by typer."""
 
-import contextlib
 import datetime
 import json
 import os
 import sqlite3
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from convselect.cli.console import Json, print_table, refusing, say_counts, say_json
 
 if TYPE_CHECKING:
     from convselect.problem import ConvProblem
     from convselect.store.store import Store
 
 app = typer.Typer(help="Look at stores of choices and measured times, and carry them about.", no_args_is_help=True)
-_FAIL = typer.Exit(2)
 _Path = Annotated[Path | None, typer.Argument(help="The store; default: your own.", show_default=False)]
 _Into = Annotated[Path | None, typer.Option("--store", help="The store to write to; default: your own.")]
-_Json = Annotated[bool, typer.Option("--json", help="As JSON.")]
 _Environment = Annotated[int | None, typer.Option(help="Only the environment of this number (`store list`).")]
 
 
-def _refuse(command: str, error: object) -> typer.Exit:
-    typer.echo(f"convselect store {command}: {error}", err=True)
-    return _FAIL
-
-
-@contextlib.contextmanager
-def _failing(command: str) -> Iterator[None]:
-    """Errors about files and their contents are for the user, in one line."""
-    from convselect.store.store import StoreError
-
-    try:
-        yield
-    except (OSError, ValueError, StoreError, sqlite3.Error) as error:
-        raise _refuse(command, error) from error
-
-
-def _own() -> Path:
-    from convselect.store.process import user_path
-
-    return user_path()
-
-
 def _opened(path: Path | None, *, make: bool = False) -> "Store":
-    """The store at a path, by default the user's; only to be read where it may not be written.
+    """The store at a path, by default the user's; read-only if it may not be written.
+
+    Args:
+        make: make it, and its folder, if there is none.
 
     Raises:
-        OSError, StoreError: where there is none.
+        OSError, StoreError: if there is none, or it cannot be opened.
     """
+    from convselect.store.process import user_path
     from convselect.store.store import Store
 
-    path = _own() if path is None else path
+    path = user_path() if path is None else path
     if make:
         path.absolute().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     elif not path.exists():
@@ -67,26 +46,13 @@ def _say(as_json: bool, values: dict[str, Any], line: str) -> None:
     typer.echo(json.dumps(values, indent=1) if as_json else line)
 
 
-def _print(columns: dict[str, str], rows: list[list[object]]) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD)
-    for name, side in columns.items():
-        table.add_column(name, justify="left" if side == "left" else "right")
-    for row in rows:
-        table.add_row(*map(str, row))
-    Console(highlight=False, width=None if sys.stdout.isatty() else 150).print(table)
-
-
 # ---- looking ----------------------------------------------------------------------------------------------------
 
 
 @app.command("list")
-def list_(path: _Path = None, as_json: _Json = False) -> None:
+def list_(path: _Path = None, as_json: Json = False) -> None:
     """The environments of a store, with how many choices and measurements each has."""
-    with _failing("list"), _opened(path) as store:
+    with refusing("store list"), _opened(path) as store:
         choices: dict[int, int] = {}
         for one in store.decisions(damaged=[]):
             choices[one.environment] = choices.get(one.environment, 0) + 1
@@ -105,10 +71,10 @@ def list_(path: _Path = None, as_json: _Json = False) -> None:
             "environments": found,
         }
     if as_json:
-        typer.echo(json.dumps(whole, indent=1))
+        say_json(whole)
         return
     names = ("device", "family", "torch")
-    _print(
+    print_table(
         {"number": "right", **dict.fromkeys(names, "left"), "choices": "right", "measurements": "right"},
         [
             [one["number"], *(one["description"].get(n) or "?" for n in names), one["choices"], one["measurements"]]
@@ -123,12 +89,12 @@ def show(
     path: _Path = None,
     problem: Annotated[str | None, typer.Option(help='Only this problem: "forward N=1 C=64 ..".')] = None,
     environment: _Environment = None,
-    as_json: _Json = False,
+    as_json: Json = False,
 ) -> None:
     """Whose times a store holds, and how many; what is known of one problem or environment."""
-    from convselect.problem import ConvProblem
+    from convselect import ConvProblem
 
-    with _failing("show"), _opened(path) as store:
+    with refusing("store show"), _opened(path) as store:
         if environment is not None and environment not in store.environments():
             raise ValueError(f"{store.path} has no environment {environment}")
         if problem is None and environment is None and not as_json:
@@ -137,13 +103,13 @@ def show(
         parsed = None if problem is None else ConvProblem.parse(problem)
         found = _details(store, environment, parsed)
     if as_json:
-        typer.echo(json.dumps(found, indent=1))
+        say_json(found)
         return
     for one in found:
         typer.echo(f"environment {one['number']}: {json.dumps(one['description'])}")
         for kind, names in _SHOWN.items():
             if one[kind]:
-                _print(dict.fromkeys(names, "left"), [[row[name] for name in names] for row in one[kind]])
+                print_table(dict.fromkeys(names, "left"), [[row[name] for name in names] for row in one[kind]])
 
 
 _SHOWN = {
@@ -162,7 +128,7 @@ def _show_whole(store: "Store") -> None:
             len(times), len(drift), sum(ratio > 1.05 for ratio in drift.values()),
         ])  # fmt: skip
     left = dict.fromkeys(("device", "family", "torch"), "left")
-    _print(left | dict.fromkeys(("problems", "measured twice", "times", "blocks", "drifting"), "right"), rows)
+    print_table(left | dict.fromkeys(("problems", "measured twice", "times", "blocks", "drifting"), "right"), rows)
 
 
 def _details(store: "Store", environment: int | None, problem: "ConvProblem | None") -> list[dict[str, Any]]:
@@ -189,21 +155,21 @@ def _details(store: "Store", environment: int | None, problem: "ConvProblem | No
 
 
 @app.command()
-def verify(path: _Path = None, as_json: _Json = False) -> None:
-    """Whether a store is whole, and its choices are of algorithms as they are now. Exit status 1 where not."""
+def verify(path: _Path = None, as_json: Json = False) -> None:
+    """Whether a store is whole, and its choices are of algorithms as they are now. Exit status 1 if not."""
     from convselect.store.exchange import verify as check
     from convselect.store.store import DamagedStoreError
 
     found: dict[str, list[str]] = {}
     choices = 0
-    with _failing("verify"):
+    with refusing("store verify"):
         try:
             with _opened(path) as store:
                 found, choices = check(store), store.counts()[0]
         except (DamagedStoreError, sqlite3.DatabaseError) as error:
             found = {"pages": [str(error)]}
     if as_json:
-        typer.echo(json.dumps({"healthy": not found, "faults": found, "choices": choices}, indent=1))
+        say_json({"healthy": not found, "faults": found, "choices": choices})
     else:
         for kind, faults in found.items():
             typer.echo(f"{kind}: {len(faults)}")
@@ -225,18 +191,18 @@ def export(
     ] = None,
     max_drift: Annotated[
         float | None,
-        typer.Option(min=1, help="Of measurements, leave out blocks in which the machine changed by more, say 1.05."),
+        typer.Option(min=1, help="Leave out blocks of measurements in which the machine changed by more, say 1.05."),
     ] = None,
     choices: Annotated[bool, typer.Option("--choices", help="Choices, as CSV as well.")] = False,
     environment: _Environment = None,
-    as_json: _Json = False,
+    as_json: Json = False,
 ) -> None:
     """Choices for others to import; measurements as CSV, with their environments beside them, for `train` and
     `evaluate`."""
     from convselect.store import store as stores
     from convselect.store.exchange import export_choices
 
-    with _failing("export"):
+    with refusing("store export"):
         source, target = (None, path) if out is None else (path, out)
         with _opened(source) as store:
             if choices or target.suffix == ".json":
@@ -255,51 +221,57 @@ def import_(
         list[Path] | None, typer.Option(help="A find-db of MIOpen, named as MIOpen names them; may be repeated.")
     ] = None,
     into: _Into = None,
-    replace: Annotated[bool, typer.Option("--replace", help="Also over what is there already.")] = False,
-    as_json: _Json = False,
+    replace: Annotated[bool, typer.Option("--replace", help="Overwrite existing entries.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Take over choices and measurements that were exported elsewhere, or MIOpen's."""
-    from convselect.store import exchange
-    from convselect.store import find_db as store_find_db
     from convselect.store.process import ROWS
-    from convselect.store.store import is_store, pool_mark
 
-    told: list[dict[str, Any]] = []
-    with _failing("import"):
+    with refusing("store import"):
         if not files and not find_db:
             raise ValueError("name a file, or --find-db one")
         for file in (*(files or ()), *(find_db or ())):  # before a store is made for them
             file.stat()
         with _opened(into, make=True) as store:
-            for file in files or ():
-                if is_store(file):
-                    raise ValueError(f"{file} is a store: `convselect store merge` takes it over")
-                if file.suffix != ".json" and exchange.is_measurements(file):
-                    taken = exchange.import_measurements(store, file, replace=replace)
-                else:
-                    taken = exchange.import_choices(store, file, replace=replace)
-                told.append({"path": str(file), **taken._asdict()})
-            for file in find_db or ():
-                found = store_find_db.read(file)
-                if found.rows:
-                    number = store.environment(found.environment)
-                    pool = pool_mark({row.algorithm: row.revision for row in found.rows})
-                    store.add(number, found.rows, pool=pool)
-                told.append(
-                    {
-                        "path": str(file), "environment": found.environment["device"], "problems": found.problems,
-                        "measurements": len(found.rows), "skipped": dict(found.skipped.most_common()),
-                    }
-                )  # fmt: skip
+            told = [_import_file(store, file, replace) for file in files or ()]
+            told += [_import_find_db(store, file) for file in find_db or ()]
             held = sum(store.counts())
     if into is None and held > ROWS:
         typer.echo(f"your own store keeps {ROWS} rows of these {held}; --store names one that keeps all", err=True)
+    _say_taken(told, as_json)
+
+
+def _import_file(store: "Store", file: Path, replace: bool) -> dict[str, Any]:
+    from convselect.store import exchange
+    from convselect.store.store import is_store
+
+    if is_store(file):
+        raise ValueError(f"{file} is a store: `convselect store merge` takes it over")
+    measurements = file.suffix != ".json" and exchange.is_measurements(file)
+    take = exchange.import_measurements if measurements else exchange.import_choices
+    return {"path": str(file), **take(store, file, replace=replace)._asdict()}
+
+
+def _import_find_db(store: "Store", file: Path) -> dict[str, Any]:
+    from convselect.store import find_db
+    from convselect.store.store import pool_fingerprint
+
+    found = find_db.read(file)
+    if found.rows:
+        number = store.environment(found.environment)
+        store.add(number, found.rows, pool=pool_fingerprint({row.algorithm: row.revision for row in found.rows}))
+    return {
+        "path": str(file), "environment": found.environment["device"], "problems": found.problems,
+        "measurements": len(found.rows), "skipped": dict(found.skipped.most_common()),
+    }  # fmt: skip
+
+
+def _say_taken(told: list[dict[str, Any]], as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps(told, indent=1))
+        say_json(told)
         return
     for one in told:
-        counts = ", ".join(f"{value} {name.replace('_', ' ')}" for name, value in one.items() if isinstance(value, int))
-        typer.echo(f"{one['path']}: {counts}")
+        say_counts(one, one["path"])
         for reason, count in one.get("skipped", {}).items():
             typer.echo(f"  left out {count}: {reason}")
 
@@ -308,40 +280,35 @@ def import_(
 def merge(
     others: Annotated[list[Path], typer.Argument(help="Stores whose contents are taken over.")],
     into: _Into = None,
-    replace: Annotated[bool, typer.Option("--replace", help="Theirs, also where yours is later.")] = False,
-    as_json: _Json = False,
+    replace: Annotated[bool, typer.Option("--replace", help="Overwrite entries of yours that are later.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Take over all of another store; of two choices for one problem the later stays."""
     from convselect.store import exchange
 
     told: list[dict[str, Any]] = []
-    with _failing("merge"):
+    with refusing("store merge"):
         for path in others:
             with _opened(path) as other, _opened(into, make=True) as store:
                 if os.path.samefile(other.path, store.path):
                     raise ValueError(f"{path} is the store itself")
                 told.append({"path": str(path), **exchange.merge(store, other, replace=replace)._asdict()})
-    if as_json:
-        typer.echo(json.dumps(told, indent=1))
-        return
-    for one in told:
-        counts = ", ".join(f"{value} {name.replace('_', ' ')}" for name, value in one.items() if isinstance(value, int))
-        typer.echo(f"{one['path']}: {counts}")
+    _say_taken(told, as_json)
 
 
 @app.command()
 def prune(
     path: _Path = None,
-    rows: Annotated[int | None, typer.Option(min=0, help="Keep so many choices and measurements.")] = None,
-    size: Annotated[str | None, typer.Option("--bytes", help="Keep so much: 16MiB.")] = None,
-    older_than: Annotated[int | None, typer.Option(min=0, help="Forget what was not used for so many days.")] = None,
+    rows: Annotated[int | None, typer.Option(min=0, help="How many choices and measurements to keep.")] = None,
+    size: Annotated[str | None, typer.Option("--bytes", help="Size to keep, for example 16MiB.")] = None,
+    older_than: Annotated[int | None, typer.Option(min=0, help="Forget what was not used for this many days.")] = None,
     environment: Annotated[int | None, typer.Option(help="Forget the environment of this number.")] = None,
-    as_json: _Json = False,
+    as_json: Json = False,
 ) -> None:
     """Forget choices and measurements, least recently used first, and give their space back."""
     from convselect.settings import parse_workspace
 
-    with _failing("prune"):
+    with refusing("store prune"):
         if rows is None and size is None and older_than is None and environment is None:
             raise ValueError("say what to keep: --rows, --bytes, --older-than or --environment")
         size_bytes = None if size is None else parse_workspace(size)[0]

@@ -99,7 +99,7 @@ def tune(
     console = _console(stderr=as_json)
     interrupted = _searched(search, trials, minutes, console)
     outcomes = _confirmed(search, console, used)
-    told = _told(search, outcomes, interrupted)
+    told = tuning.record(search, outcomes, interrupted)
     if as_json:
         typer.echo(json.dumps(told, indent=1))
     else:
@@ -119,34 +119,25 @@ def problems(
     Raises:
         DemoError, ValueError, OSError: where a target, a shape or a direction cannot be read.
     """
+    from convselect import Direction
     from convselect.demo import demo
     from convselect.demo.architectures import ARCHITECTURES
     from convselect.doctor import bench
     from convselect.model import sampling
-    from convselect.problem import Direction
 
     wanted = [Direction(name.strip()) for name in directions.split(",")]
     training = wanted != [Direction.FORWARD]
     found: dict[ConvProblem, dict[str, int]] = {}
     for target in targets:
         own: Counter[ConvProblem] = Counter()
-        if target in ARCHITECTURES:
-            _, model, x = demo.built_in(target)
-            if input_shape is not None:
-                import torch
-
-                x = torch.randn(demo.parse_shape(input_shape), generator=torch.Generator().manual_seed(0))
+        if target in ARCHITECTURES or (":" in target and " " not in target and not target.endswith(".csv")):
+            _, model, x = demo.subject_of(target, input_shape)
             own.update(sampling.recorded(model, x, training=training))
         elif target.endswith(".csv"):
             for problem in dict.fromkeys(problem for _, problem in sampling.read_layers(target)):
                 for direction in wanted:
                     one = problem._replace(direction=direction, threads=threads)
                     found.setdefault(one, {})[str(one)] = 1
-        elif ":" in target and " " not in target:
-            if input_shape is None:
-                raise demo.DemoError(f"{target} needs --input N,C,H,W")
-            _, model, x = demo.load_user_model(target, demo.parse_shape(input_shape))
-            own.update(sampling.recorded(model, x, training=training))
         else:
             own.update(bench.parse(target)._replace(direction=direction) for direction in wanted)
         for problem, calls in own.items():
@@ -226,33 +217,9 @@ def _confirmed(search: "Tuning", console: "Console", used: "Settings") -> "list[
     return found
 
 
-def _told(search: "Tuning", outcomes: "list[Outcome]", interrupted: bool) -> dict[str, Any]:
-    from convselect.machine.environment import run_environment
-
-    speedups = [one.verdict.speedup for one in outcomes]
-    return {
-        "environment": run_environment(),
-        "trials": search.trials,
-        "resumed": search.resumed,
-        "interrupted": interrupted,
-        "problems": [
-            {
-                "problem": str(one.problem), "calls": dict(one.calls), "default": str(one.default),
-                "program": str(one.verdict.program), "speedup": one.verdict.speedup, "times_native": one.verdict.gain,
-                "rounds": one.verdict.rounds, "trials": one.trials,
-            }
-            for one in outcomes
-        ],
-        "geometric_mean": math.exp(sum(map(math.log, speedups)) / len(speedups)) if speedups else None,
-        "wrong": [f"{program} {status} on {problem}" for problem, program, status in search.wrong],
-    }  # fmt: skip
-
-
 def _print(search: "Tuning", outcomes: "list[Outcome]", told: dict[str, Any], console: "Console") -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
-
-    from convselect.explain import short
 
     table = Table(box=SIMPLE_HEAD)
     for name in ("problem", "calls", "ran", "runs now", "x faster", "x native"):
@@ -260,7 +227,7 @@ def _print(search: "Tuning", outcomes: "list[Outcome]", told: dict[str, Any], co
     for one in outcomes:
         gain = "" if one.verdict.gain is None else f"{one.verdict.gain:.2f}"
         table.add_row(
-            short(one.problem), str(sum(one.calls.values())), one.default.algorithm, str(one.verdict.program),
+            one.problem.brief, str(sum(one.calls.values())), one.default.algorithm, str(one.verdict.program),
             f"{one.verdict.speedup:.2f}", gain,
         )  # fmt: skip
     console.print(table)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 def _conv_bn(
     c_in: int, c_out: int, kernel: int, stride: int = 1, groups: int = 1, activation: type[nn.Module] | None = None
 ) -> nn.Sequential:
-    """Convolution with "half" padding and no bias, batch normalisation, and an activation where one is named."""
+    """Convolution with "half" padding and no bias, batch normalisation, and an activation if one is named."""
     conv = nn.Conv2d(c_in, c_out, kernel, stride, kernel // 2, groups=groups, bias=False)
     block = nn.Sequential(conv, nn.BatchNorm2d(c_out))
     if activation is not None:
@@ -36,7 +36,7 @@ def _pooled_head(features: int, classes: int, dropout: float = 0.0) -> nn.Sequen
 
 
 class _Residual(nn.Module):
-    """relu(body(x) + shortcut(x)); the shortcut is a 1x1 convolution where the shape changes."""
+    """relu(body(x) + shortcut(x)); the shortcut is a 1x1 convolution if the shape changes."""
 
     def __init__(self, body: nn.Module, c_in: int, c_out: int, stride: int) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ def unet(width: int = 32, classes: int = 2, *, upsampling: str = "transposed") -
 
 
 class _SkipWhereSame(nn.Module):
-    """body(x), plus x where body keeps its shape."""
+    """body(x), plus x if body keeps its shape."""
 
     def __init__(self, body: nn.Module, skip: bool) -> None:
         super().__init__()
@@ -324,7 +324,7 @@ def calibrate_batch_norm(model: nn.Module, x: Tensor) -> nn.Module:
     as at inference. In place; modes and momenta are restored; returns the model.
 
     Raises:
-        ValueError: from PyTorch, where a normalisation sees a single value per channel.
+        ValueError: from PyTorch, if a normalisation sees a single value per channel.
     """
     norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
     momenta = [norm.momentum for norm in norms]

@@ -8,13 +8,13 @@ compared with the same model in float64. Numbers are printed as they come out, s
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import importlib
-import math
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,16 +25,14 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import convselect
-from convselect import settings
 from convselect.demo import tables as show
 from convselect.demo.architectures import ARCHITECTURES, calibrate_batch_norm, he_initialise, vgg16
 from convselect.demo.tables import ChoiceGroup, Errors, ModelResult, Speed
+from convselect.doctor.compare import Times, distance, infer, tensors, time_both, train_but_dropout
 from convselect.machine.environment import MALLOC_VARIABLES, run_environment
-from convselect.timing import Deadline, interleaved, ratio
 
 DEFAULT_MODELS = ("resnet18", "vgg16", "unet", "replknet_small")
 QUICK_SHAPE = (2, 3, 64, 64)
-MAX_ROUNDS = 200
 
 # Above every activation here. Older glibc ignores an mmap threshold over 32 MiB and then behaves as untuned.
 _TUNED_MALLOC = dict(zip(MALLOC_VARIABLES, (str(2**30), str(2**30), str(2**26)), strict=True))
@@ -56,7 +54,7 @@ class Subject(NamedTuple):
 
 
 def built_in(name: str, quick: bool = False) -> Subject:
-    """A network of `_architectures`, He-initialised and calibrated on the standard normal input it comes with.
+    """A network of `architectures`, He-initialised and calibrated on the standard normal input it comes with.
 
     VGG-16 gets a pooled classifier: the published one is 124 million parameters without a single convolution.
 
@@ -90,7 +88,7 @@ def load_user_model(spec: str, shape: tuple[int, ...]) -> Subject:
     """Call `module:function`, also from the working directory, for a model; its weights are used as they are.
 
     Raises:
-        DemoError: where it cannot be imported, found or called, or returns something else.
+        DemoError: if it cannot be imported, found or called, or returns something else.
     """
     module_name, _, attribute = spec.partition(":")
     if not module_name or not attribute:
@@ -115,30 +113,31 @@ def load_user_model(spec: str, shape: tuple[int, ...]) -> Subject:
     return Subject(spec, model, x)
 
 
+def subject_of(target: str, input_shape: str | None) -> Subject:
+    """A built-in network, by default on the input it comes with, or a user's module:function.
+
+    Args:
+        input_shape: "N,C,H,W".
+
+    Raises:
+        DemoError: if there is no such network, or what it needs of an input is missing.
+    """
+    shape = None if input_shape is None else parse_shape(input_shape)
+    if target in ARCHITECTURES:
+        found = built_in(target)
+        if shape is None:
+            return found
+        return found._replace(x=torch.randn(shape, generator=torch.Generator().manual_seed(0)))
+    if shape is None:
+        raise DemoError(f"{target} needs --input N,C,H,W")
+    return load_user_model(target, shape)
+
+
 def _one_line(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 # ---- running one model ----------------------------------------------------------------------------------------------
-
-
-def _tensors(output: Any) -> list[Tensor]:
-    """The floating-point tensors in what a model returned: a tensor, or containers of them."""
-    if isinstance(output, Tensor):
-        return [output] if output.is_floating_point() else []
-    if isinstance(output, Mapping):
-        output = output.values()
-    elif not isinstance(output, (list, tuple)):
-        return []
-    return [tensor for part in output for tensor in _tensors(part)]
-
-
-def _training_mode(model: nn.Module) -> None:
-    """Train everything but dropout, whose random masks would differ between the sides being compared."""
-    model.train()
-    for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            module.eval()
 
 
 def _make_loss(outputs: Sequence[Tensor]) -> Callable[[Any], Tensor]:
@@ -147,11 +146,11 @@ def _make_loss(outputs: Sequence[Tensor]) -> Callable[[Any], Tensor]:
     if len(outputs) == 1 and outputs[0].dim() == 2 and outputs[0].shape[1] > 1:
         rows, classes = outputs[0].shape
         labels = torch.randint(classes, (rows,), generator=generator).to(outputs[0].device)
-        return lambda output: F.cross_entropy(_tensors(output)[0], labels)
+        return lambda output: F.cross_entropy(tensors(output)[0], labels)
     targets = [torch.randn(t.shape, generator=generator).to(t.device) for t in outputs]
 
     def loss(output: Any) -> Tensor:
-        pairs = zip(_tensors(output), targets, strict=True)
+        pairs = zip(tensors(output), targets, strict=True)
         return torch.stack([F.mse_loss(t, target.to(t.dtype)) for t, target in pairs]).sum()
 
     return loss
@@ -163,20 +162,6 @@ def _step(model: nn.Module, x: Tensor, loss: Callable[[Any], Tensor]) -> None:
     loss(model(x)).backward()
 
 
-def _infer(model: nn.Module, x: Tensor) -> Any:
-    with torch.inference_mode():
-        return model(x)
-
-
-def _distance(got: Iterable[Tensor], exact: Iterable[Tensor]) -> float:
-    """Relative L2 distance of two lists of tensors taken as one vector each; 0 / 0 counts as 0."""
-    off = norm = 0.0
-    for a, b in zip(got, exact, strict=True):
-        off += float((a.double() - b.double()).square().sum())
-        norm += float(b.double().square().sum())
-    return math.sqrt(off / norm) if norm else (math.inf if off else 0.0)
-
-
 def _gradient_errors(native: nn.Module, converted: nn.Module, exact: nn.Module) -> list[Errors]:
     sides = [{n: p.grad for n, p in m.named_parameters() if p.grad is not None} for m in (native, converted, exact)]
     if not sides[2]:
@@ -185,11 +170,11 @@ def _gradient_errors(native: nn.Module, converted: nn.Module, exact: nn.Module) 
         if side.keys() != sides[2].keys():
             raise RuntimeError(f"different parameters got gradients: {sorted(side.keys() ^ sides[2].keys())}")
     exact_grads = sides[2]
-    whole = [_distance(side.values(), (exact_grads[n] for n in side)) for side in sides[:2]]
+    whole = [distance(side.values(), (exact_grads[n] for n in side)) for side in sides[:2]]
     # A gradient that vanishes in exact arithmetic (a bias before batch normalisation) is all rounding on both sides.
     norms = {n: float(g.norm()) for n, g in exact_grads.items()}
     floor = 1e-6 * max(norms.values())
-    worst = [max(_distance([side[n]], [exact_grads[n]]) for n in norms if norms[n] >= floor) for side in sides[:2]]
+    worst = [max(distance([side[n]], [exact_grads[n]]) for n in norms if norms[n] >= floor) for side in sides[:2]]
     return [Errors("all gradients", *whole), Errors("worst parameter's gradient", *worst)]
 
 
@@ -206,29 +191,10 @@ def _group_choices(explanation: convselect.Explanation) -> tuple[ChoiceGroup, ..
     )
 
 
-def _time(
-    mode: str,
-    sides: Mapping[str, Callable[[], object]],
-    seconds: float,
-    device: torch.device,
-    on_fraction: Callable[[float], object],
-) -> Speed:
-    deadline = Deadline(seconds)
-    timings = interleaved(
-        sides,
-        MAX_ROUNDS,
-        deadline_s=seconds,
-        synchronise=None if device.type == "cpu" else torch.accelerator.synchronize,
-        on_round=lambda done: on_fraction(max(done / MAX_ROUNDS, min(1.0, deadline.elapsed_s / seconds))),
-    )
-    native, converted = timings["native"], timings["converted"]
+def _speed(mode: str, times: Times) -> Speed:
+    native, converted = times
     return Speed(
-        mode,
-        len(native.samples_us),
-        native.median_us,
-        converted.median_us,
-        ratio(native, converted),
-        ratio(native.on_thread_clock, converted.on_thread_clock),
+        mode, len(native.samples_us), native.median_us, converted.median_us, times.gain, times.on_thread_clock.gain
     )
 
 
@@ -246,31 +212,31 @@ def run_model(subject: Subject, seconds: float, on_stage: Callable[[str, float],
     """Convert a copy, compare both with float64, collect the choices, then time both; `seconds` is for the timing.
 
     Raises:
-        DemoError: where the unconverted model does not run forward, backward or in float64.
+        DemoError: if the unconverted model does not run forward, backward or in float64.
     """
     x = subject.x
-    native = copy.deepcopy(subject.model).eval()
-    convselect.revert(native)
-    converted = copy.deepcopy(native)
-    report = convselect.convert(converted)
+    native = convselect.revert(copy.deepcopy(subject.model).eval())
+    converted = convselect.convert(copy.deepcopy(native))
+    # What was measured before is of other models.
+    conversion = str(dataclasses.replace(convselect.summary(converted), on_trial=(), measured=()))
 
     on_stage("comparing with float64", 0.0)
     with _blaming(subject, "forward"):
-        expected = _tensors(_infer(native, x))
+        expected = tensors(infer(native, x))
     if not expected:
         raise DemoError(f"{subject.name} returned no floating-point tensor")
     with _blaming(subject, "in float64"):
         exact = copy.deepcopy(native).double()
-        truth = _tensors(_infer(exact, x.double()))
-    sides = (expected, _tensors(_infer(converted, x)))
-    errors = [Errors("output", *(_distance(side, truth) for side in sides))]
+        truth = tensors(infer(exact, x.double()))
+    sides = (expected, tensors(infer(converted, x)))
+    errors = [Errors("output", *(distance(side, truth) for side in sides))]
     del sides, truth
 
     loss = _make_loss(expected)
     trainable = any(p.requires_grad for p in native.parameters())
     if trainable:
         for model in (native, converted, exact):
-            _training_mode(model)
+            train_but_dropout(model)
         on_stage("comparing with float64", 0.3)
         with _blaming(subject, "backward"):
             _step(native, x, loss)
@@ -281,28 +247,20 @@ def run_model(subject: Subject, seconds: float, on_stage: Callable[[str, float],
     explanation = convselect.explain(converted, x)
     choices = _group_choices(explanation)
 
-    def timed(mode: str, sides: dict[str, Callable[[], object]], share: float) -> Speed:
-        return _time(mode, sides, share, x.device, lambda fraction: on_stage(f"timing {mode}", fraction))
+    def timed(mode: str, run: Callable[[nn.Module], object], share: float) -> Speed:
+        times = time_both(run, native, converted, share, x.device, lambda done: on_stage(f"timing {mode}", done))
+        return _speed(mode, times)
 
-    speeds = []
     native.eval()
     converted.eval()
     share = seconds / 3
-    inference: dict[str, Callable[[], object]] = {
-        "native": lambda: _infer(native, x),
-        "converted": lambda: _infer(converted, x),
-    }
-    speeds.append(timed("inference", inference, share if trainable else seconds))
+    speeds = [timed("inference", lambda model: infer(model, x), share if trainable else seconds)]
     if trainable:
-        _training_mode(native)
-        _training_mode(converted)
-        training: dict[str, Callable[[], object]] = {
-            "native": lambda: _step(native, x, loss),
-            "converted": lambda: _step(converted, x, loss),
-        }
-        speeds.append(timed("training", training, seconds - share))
+        train_but_dropout(native)
+        train_but_dropout(converted)
+        speeds.append(timed("training", lambda model: _step(model, x, loss), seconds - share))
     return ModelResult(
-        subject.name, tuple(x.shape), str(report), explanation.note, choices, tuple(errors), tuple(speeds)
+        subject.name, tuple(x.shape), conversion, explanation.note, choices, tuple(errors), tuple(speeds)
     )
 
 
@@ -318,17 +276,16 @@ def run_demo(
     quick: bool = False,
     console: Console | None = None,
 ) -> dict[str, Any]:
-    """Run everything and print it; returns the same as JSON's types: {"run_environment": ..., "models": [...]}.
+    """Run everything and print it; returns the same as JSON's types: {"environment": ..., "models": [...]}.
 
     Args:
-        models: names from `_architectures.ARCHITECTURES`; by default ResNet-18, VGG-16 and U-Net, or none where there
-            is a `user_model`.
+        models: names from `architectures.ARCHITECTURES`; default: `DEFAULT_MODELS`, or none if there is a `user_model`.
         seconds: for all timing together; comparing with float64 comes on top.
         threads: for PyTorch, while this runs.
         quick: tiny images.
 
     Raises:
-        DemoError: where a network is unknown or does not run.
+        DemoError: if a network is unknown or does not run.
     """
     console = console or Console(highlight=False)
     names = list(models if models is not None else () if user_model is not None else DEFAULT_MODELS)
@@ -344,9 +301,8 @@ def run_demo(
         show.print_environment(console, env)
         bar = show.StageBar(console, [name for name, _ in makers])
         results = []
-        # What the model says, from the first call on: trials on real calls would go on for half of the timing.
-        unchecked = "auto" if settings.current().policy in settings.TIMING else None
-        with bar.progress, settings.use(unchecked):
+        # What the model says, from the first call on: trials on real calls would last for half of the timing.
+        with bar.progress, convselect.use() as used, convselect.use("auto" if used.chooses else None):
             for index, (name, make) in enumerate(makers):
                 on_stage = functools.partial(bar.stage, index, name)
                 on_stage("building", 0.0)
@@ -355,7 +311,7 @@ def run_demo(
         show.print_numbers(console, results, env)
     finally:
         torch.set_num_threads(threads_before)
-    return {"run_environment": env, "models": [show.plain(result) for result in results]}
+    return {"environment": env, "models": [show.plain(result) for result in results]}
 
 
 def restart_with_tuned_malloc() -> None:

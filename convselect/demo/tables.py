@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -13,9 +13,10 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
-from convselect.explain import short
-from convselect.problem import ConvProblem, Direction
-from convselect.timing import Ratio
+from convselect import ConvProblem, Direction
+
+if TYPE_CHECKING:
+    from convselect.timing import Ratio
 
 TUNED_BY_US = "CONVSELECT_DEMO_MALLOC"
 """Environment variable that says that the demonstration, not its user, set malloc's."""
@@ -23,7 +24,7 @@ TUNED_BY_US = "CONVSELECT_DEMO_MALLOC"
 
 @dataclass(frozen=True)
 class ChoiceGroup:
-    """Layers that pose the same problem and got the same answer; `gain` is the predicted speed-up over native."""
+    """Layers with the same problem and the same choice; `gain` is the predicted speed-up over native."""
 
     layers: tuple[str, ...]
     direction: str
@@ -44,7 +45,7 @@ class Errors:
 
 @dataclass(frozen=True)
 class Speed:
-    """Interleaved times of one mode in microseconds; `ratio` is native / converted, above 1 where convselect wins."""
+    """Interleaved times of one mode in microseconds; `ratio` is native / converted, above 1 if convselect wins."""
 
     mode: str
     rounds: int
@@ -109,7 +110,7 @@ def print_choices(console: Console, result: ModelResult) -> None:
         others = f" +{len(layers) - 1}" if len(layers) > 1 else ""
         where = "all" if len(directions) == len(Direction) else ", ".join(directions)
         expected = f"{gain:.2f}" if gain is not None else "-"
-        table.add_row(escape(layers[0]) + others, short(problem), where, algorithm, source, expected)
+        table.add_row(escape(layers[0]) + others, problem.brief, where, algorithm, source, expected)
     console.print(table)
     for text in (result.conversion, result.note):
         if text:

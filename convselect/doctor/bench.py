@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from convselect import settings, timing
-from convselect.choice.choose import NATIVE, refusal
+from convselect.choice.budgets import refusal
+from convselect.choice.choose import NATIVE
 from convselect.choice.reasons import times
-from convselect.eager import dispatch
+from convselect.eager import resolve
 from convselect.kernels._contract import Algorithm, NotApplicable, Params
 from convselect.kernels.pool import ALL, BY_NAME
 from convselect.machine.environment import run_environment
@@ -31,7 +32,7 @@ from convselect.problem import CHANNELS_LAST, CONTIGUOUS, TORCH_DTYPES, ConvProb
 
 WARM_ROUNDS, ROUNDS = 2, 1000
 HOPELESS = 4.0
-"""Slower than the fastest by so much in the first rounds, an algorithm is timed no further."""
+"""An algorithm this many times slower than the fastest in the first rounds is timed no further."""
 
 
 # ---- reading problems -------------------------------------------------------------------------------------------
@@ -43,7 +44,7 @@ def parse(text: str) -> ConvProblem:
     pairs, "s(2,1)", paddings four numbers (top, bottom, left, right); t is the number of threads.
 
     Raises:
-        ValueError: for anything else, or what no tensors pose.
+        ValueError: for anything else, or sizes that no tensors can have.
     """
     if not text.strip():
         raise ValueError("there is no problem")
@@ -92,7 +93,7 @@ def _parse_short(text: str) -> ConvProblem:
 
 
 def check(problem: ConvProblem) -> None:
-    """A typed problem can be one that no tensors pose.
+    """Check a problem that was typed: its sizes may be impossible.
 
     Raises:
         ValueError: with what is wrong with it.
@@ -119,13 +120,13 @@ class Row:
     """One algorithm on one problem.
 
     Attributes:
-        error: relative L2 error against float64; None where it failed.
+        error: relative L2 error against float64; None if it failed.
         verdict: "ok", "wrong" (the error is a mistake's, or shape or dtype are wrong: not timed), or what it raised.
-        refused: why it may not be chosen under the settings in force although it applies; None where it may.
-        median_us, p20_us, p80_us: of the time per call, in microseconds; None where it was not timed.
+        refused: why it may not be chosen under the settings in force although it applies; None if it may.
+        median_us, p20_us, p80_us: percentiles of the time per call, in microseconds; None if it was not timed.
         samples: timed calls.
         times_native: native's time over its own, the median of the ratios by round.
-        predicted: times native, as the model expects; None where it says nothing.
+        predicted: times native, as the model expects; None if it says nothing.
         chosen: whether the settings in force choose it.
     """
 
@@ -148,7 +149,7 @@ class Result:
 
     Attributes:
         clock: "thread" (CPU time of the calling thread: neighbours on the machine disturb it least) or "wall".
-        choice, source: what would be chosen, and where that comes from.
+        choice, source: what would be chosen, and the source of that choice.
         not_applicable: name -> why it cannot do this problem.
     """
 
@@ -187,16 +188,16 @@ def bench(problem: ConvProblem, seconds: float = 2.0, *, only: Collection[str] |
 
     Args:
         seconds: about how long the timing takes; checking, and two rounds at least, come on top.
-        only: of algorithms that apply, only these and native.
+        only: time only these and native, as far as they apply.
 
     Raises:
-        ValueError: a policy in force that names no algorithm, or a GPU's problem where there is none.
+        ValueError: a policy in force that names no algorithm, or a GPU's problem on a machine without one.
         NotApplicable: a policy in force names an algorithm that cannot do this problem.
     """
     if problem.device != "cpu" and not torch.cuda.is_available():
         raise ValueError(f"there is no device {problem.device!r} here")
     used = settings.current()
-    choice = dispatch.choice_for(problem, used)
+    choice = resolve.choice_for(problem, used)
     predictor = loaded.get_for(problem)
     prediction = None if predictor is None else predictor.predict(problem)
     a, b = (t.to(problem.device) for t in measure.operands(problem))
@@ -229,17 +230,17 @@ def bench(problem: ConvProblem, seconds: float = 2.0, *, only: Collection[str] |
 
 
 def _pool(problem: ConvProblem, workspace_bytes: int) -> tuple[dict[str, str], list[Algorithm]]:
-    """(name -> why not, the algorithms that apply). What applies but is over a budget of precision is timed, over that
-    of memory it is not: it might take what there is."""
+    """(name -> why not, the algorithms that apply). Those over the precision budget are timed all the same; those over
+    the memory budget are not, since they might use up all memory."""
     left_out: dict[str, str] = {}
     pool: list[Algorithm] = []
     for algorithm in ALL:
         reason = algorithm.why_not(problem) or algorithm.same_as_native(problem)
         if reason is None and not algorithm.automatic:
-            reason = "it runs only when asked for by name"
+            reason = f"{algorithm.name} runs only when asked for by name."
         if reason is None and algorithm.name != NATIVE and algorithm.workspace_bytes(problem) > workspace_bytes:
-            needed = algorithm.workspace_bytes(problem) / 2**20
-            reason = f"it needs {needed:.0f} MiB of workspace and {workspace_bytes / 2**20:.0f} are allowed"
+            needed, allowed = algorithm.workspace_bytes(problem) / 2**20, workspace_bytes / 2**20
+            reason = f"{algorithm.name} needs {needed:.0f} MiB of workspace; {allowed:.0f} MiB are allowed."
         if reason is None:
             pool.append(algorithm)
         else:

@@ -7,19 +7,18 @@ per algorithm and direction. Nothing is changed: no choice is made, and no file 
 from __future__ import annotations
 
 import difflib
-import json
 import os
 import warnings
-from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from convselect import settings, timing
-from convselect.choice.choose import is_disabled
+from convselect.choice.budgets import is_disabled
 from convselect.doctor import findings
+from convselect.doctor.report import LEVELS, Advice, Report
 from convselect.eager import log
 from convselect.kernels import _library
 from convselect.kernels.pool import ALL, BY_NAME
@@ -34,13 +33,11 @@ VARIABLES = {
     "CONVSELECT_POLICY": "auto, verify, measure, native, or the name of an algorithm",
     "CONVSELECT_PRECISION": "exact, native, fast",
     "CONVSELECT_WORKSPACE": 'bytes ("512MiB"), a share of free memory ("25%"), or both',
-    "CONVSELECT_WORKSPACE_BYTES": "the older name: bytes only",
     "CONVSELECT_BATCH_INVARIANT": "1: results do not depend on the batch size",
     "CONVSELECT_DISABLE": "algorithms that may not be chosen",
-    "CONVSELECT_AUDIT": "one call in so many checks that a choice still pays",
+    "CONVSELECT_AUDIT": "one call in this many checks that a choice still pays",
     "CONVSELECT_CACHE_ENTRIES": "problems remembered per process",
     "CONVSELECT_ARTIFACT": "another trained model",
-    "CONVSELECT_PARAMS": "another file of parameter networks, or off",
     "CONVSELECT_CALIBRATION": "another calibration",
     "CONVSELECT_CACHE": "the folder of calibrations and the store",
     "CONVSELECT_STORE": "the store, or off",
@@ -51,93 +48,6 @@ VARIABLES = {
     "CONVSELECT_DEMO_MALLOC": "set by the demo for itself",
 }
 """Every environment variable that is read, and what it may be."""
-LEVELS = ("note", "slower", "broken")
-"""Of advice; the index is the exit status."""
-
-
-@dataclass(frozen=True)
-class Advice:
-    """Something to know or to do.
-
-    Attributes:
-        level: "broken", "slower" (right, but slower than it could be) or "note".
-        text: a sentence, and where there is something to do, what.
-    """
-
-    level: str
-    text: str
-
-
-@dataclass(frozen=True)
-class Report:
-    """What was found. `str()` is for reading, `to_json()` for programs.
-
-    Attributes:
-        versions: what is installed; None where it is not.
-        machine: processor, instruction sets, threads, load, other busy processes.
-        library: the C kernels: loaded or why not, and the instruction set they are called for.
-        algorithms: name -> revision, live, why_not (None where it is live).
-        model: artifact, whether it is usable, why this one, its figures, what has moved since it was trained.
-        calibration: path, in_use, why_not.
-        variables: the CONVSELECT_* variables that are set and understood.
-        store: as `process.status` describes it.
-        self_test: checked, wrong (algorithm and direction -> what happened), worst_error (element type -> relative L2),
-            seconds.
-        advice: most useful first.
-    """
-
-    versions: dict[str, Any]
-    machine: dict[str, Any]
-    library: dict[str, Any]
-    algorithms: dict[str, dict[str, Any]]
-    model: dict[str, Any]
-    calibration: dict[str, Any]
-    variables: dict[str, str]
-    store: dict[str, Any]
-    self_test: dict[str, Any]
-    advice: tuple[Advice, ...] = field(default=())
-
-    @property
-    def status(self) -> int:
-        """0: healthy; 1: something to do about speed; 2: something is broken."""
-        return max((LEVELS.index(advice.level) for advice in self.advice), default=0)
-
-    def to_json(self) -> str:
-        return json.dumps({"status": self.status, **asdict(self)}, indent=1, default=str)
-
-    def sections(self) -> list[tuple[str, list[tuple[str, str]]]]:
-        """(title, (name, value) pairs), all as text."""
-        live = [f"{name} (r{found['revision']})" for name, found in self.algorithms.items() if found["live"]]
-        idle = [(name, str(found["why_not"])) for name, found in self.algorithms.items() if not found["live"]]
-        parts: list[tuple[str, list[tuple[str, str]]]] = [
-            (title, [(name, _text(value)) for name, value in found.items()])
-            for title, found in (
-                ("installed", self.versions), ("machine", self.machine), ("C kernels", self.library),
-                ("model", self.model), ("calibration", self.calibration), ("environment", self.variables),
-                ("store", self.store), ("self-test", self.self_test),
-            )
-        ]  # fmt: skip
-        parts.insert(3, ("algorithms", [("live", ", ".join(live)), *idle]))
-        return parts
-
-    def __str__(self) -> str:
-        lines = []
-        for title, pairs in self.sections():
-            lines += [title, *(f"  {name:<24} {value}" for name, value in pairs)]
-        lines += ["what to do next", *(f"  {advice.level}: {advice.text}" for advice in self.advice)]
-        return "\n".join(lines if self.advice else [*lines, "  nothing: all is well"])
-
-
-def _text(value: object) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name} {_text(inner)}" for name, inner in value.items()) or "none"
-    if isinstance(value, (list, tuple)):
-        return ", ".join(map(_text, value)) or "none"
-    if isinstance(value, float):
-        return f"{value:.3g}"
-    if value is None or value == "":
-        return "none"
-    return ("no", "yes")[value] if isinstance(value, bool) else str(value)
 
 
 class _Examination:
@@ -224,8 +134,8 @@ class _Examination:
         except (ArtifactError, OSError) as error:
             todo = "Unset CONVSELECT_ARTIFACT, or name another file." if named else "Install convselect again."
             self.say("broken", f"The model {path} cannot be used: {error}; every automatic choice is native. {todo}")
-            return {**told, "why_not": str(error)}, self._calibration(path, usable=False, stranger=False)
-        calibration = self._calibration(path, usable=True, stranger=path != own)
+            return {**told, "why_not": str(error)}, self._calibration(path, usable=False, foreign=False)
+        calibration = self._calibration(path, usable=True, foreign=path != own)
         told |= {
             "usable": path == own or calibration["in_use"],
             "digest": loaded.digest(path),
@@ -254,7 +164,7 @@ class _Examination:
             self.say("note", f"The model does not know {', '.join(unknown)}: without timing they are never chosen.")
 
     def gpu_model(self) -> str | None:
-        """In words; None where there is no GPU."""
+        """What is used on this GPU, in words; None without a GPU."""
         from convselect.model.inference import artifact_path
 
         if not torch.cuda.is_available() or torch.version.hip is not None:
@@ -265,7 +175,7 @@ class _Examination:
         self.say("note", f"No model is shipped for this GPU ({path.stem}): there, automatic choices are native.")
         return f"none for {path.stem}"
 
-    def _calibration(self, artifact: Path, *, usable: bool, stranger: bool) -> dict[str, Any]:
+    def _calibration(self, artifact: Path, *, usable: bool, foreign: bool) -> dict[str, Any]:
         from convselect.model.inference import ArtifactError, Calibration
 
         try:
@@ -275,7 +185,7 @@ class _Examination:
         told: dict[str, Any] = {"path": str(path), "in_use": False}
         if not path.exists():
             told["why_not"] = "there is none"
-            if stranger:
+            if foreign:
                 self.say(
                     "slower",
                     f"No model is shipped for this machine, so every automatic choice is native: `convselect "

@@ -39,10 +39,8 @@ PROBES = (
 
 
 def versions() -> dict[str, Any]:
-    import convselect
-
     here = run_environment()
-    told: dict[str, Any] = {"convselect": convselect.__version__, "from": str(Path(convselect.__file__).parent)}
+    told: dict[str, Any] = {"convselect": here["convselect"], "from": str(Path(__file__).parents[1])}
     told |= {"python": platform.python_version(), "torch": torch.__version__, "oneDNN": here["onednn"]}
     told |= {"cuda": torch.version.cuda, "hip": torch.version.hip}
     told["cudnn"] = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
@@ -95,7 +93,7 @@ def why_no_library() -> tuple[str, str]:
     if os.environ.get("CONVSELECT_NO_NATIVE", "").strip() not in ("", "0"):
         return f"CONVSELECT_NO_NATIVE={os.environ['CONVSELECT_NO_NATIVE']} switches them off", "Unset it to have them."
     path = library_path()
-    again = "Install convselect again where there is a C compiler."
+    again = "Install convselect again with a C compiler on the machine."
     if not os.path.exists(path):
         return f"there is no {path}, so they were not built", again
     try:
@@ -106,7 +104,7 @@ def why_no_library() -> tuple[str, str]:
 
 
 def moved_revisions(card: Any) -> dict[str, tuple[int, int]]:
-    """Algorithm -> (revision that was measured, revision now), where they differ."""
+    """Algorithm -> (revision that was measured, revision now), if they differ."""
     now = {algorithm.name: algorithm.revision for algorithm in ALL}
     return {name: (then, now[name]) for name, then in card.revisions.items() if name in now and now[name] != then}
 
@@ -143,7 +141,7 @@ def probe_for(algorithm: Algorithm) -> tuple[ConvProblem | None, str | None]:
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     here = [device for device in devices if device in algorithm.devices]
     if not here:
-        return None, f"it runs on {' and '.join(sorted(algorithm.devices))}, and there is none here"
+        return None, f"{algorithm.name} needs {' or '.join(sorted(algorithm.devices))}; this machine has none."
     why = None
     for device in here:
         for probe in PROBES:
@@ -162,7 +160,7 @@ def tried(algorithm: Algorithm, problem: ConvProblem, a: Any, b: Any, exact: Any
     except Exception as error:
         return 0.0, f"{type(error).__name__}: {error}"
     if got.shape != exact.shape or got.dtype != problem.torch_dtype:
-        return 0.0, f"shape {tuple(got.shape)} and {got.dtype}, where {tuple(exact.shape)} was expected"
+        return 0.0, f"shape {tuple(got.shape)} and {got.dtype}; {tuple(exact.shape)} was expected"
     distance = (torch.linalg.vector_norm(got.double() - exact) / torch.linalg.vector_norm(exact)).item()
     bound = measure.ERROR_BOUNDS[problem.dtype]
     return distance, None if distance <= bound else f"relative error {distance:.1e}, more than {bound:.0e}"

@@ -5,7 +5,7 @@ bits. So here the choice is the one for a single image, and each image is comput
 shown to give every image the same bits in any batch (`Algorithm.batch_invariant`) run the batch at once.
 
 Images are handed over in one of two layouts, with the strides of a fresh tensor and 64-byte aligned: matrix products
-may sum in another order where memory is aligned otherwise, and a slice of a batch starts anywhere.
+may sum in another order if memory is aligned otherwise, and a slice of a batch starts anywhere.
 
 A weight's gradient is a sum over the batch: it is computed as without this.
 """
@@ -26,7 +26,7 @@ from convselect.settings import Settings
 _FORMATS = {CONTIGUOUS: torch.contiguous_format, CHANNELS_LAST: torch.channels_last}
 _ALIGNMENT = 64
 
-# (choice, operands, problem, bias) -> the result, and for `Attempt` None where it has to be left to native.
+# (choice, operands, problem, bias) -> the result, and for `Attempt` None if it has to be left to native.
 Attempt = Callable[[Choice, Tensor, Tensor, ConvProblem, Tensor | None], Tensor | None]
 Native = Callable[[Tensor, Tensor, ConvProblem, Tensor | None], Tensor]
 
@@ -47,7 +47,7 @@ def run(
     bias: Tensor | None,
     settings: Settings,
 ) -> Tensor:
-    """y or grad_x of a whole batch; of these strides where there is more than one image.
+    """y or grad_x of a whole batch; with these strides if there is more than one image.
 
     Args:
         choose: the choice for a problem with N = 1.
@@ -55,7 +55,7 @@ def run(
         b: weight (K, C/groups, R, S).
         bias: (K,), in the forward direction.
     """
-    # All images have the same strides, and one alone has a layout where the batch may have none: a[::2], a.expand.
+    # All images have the same strides, and one alone has a layout even if the batch has none: a[::2], a.expand.
     layout = CHANNELS_LAST if layout_of(a[:1]) == CHANNELS_LAST else CONTIGUOUS
     one = problem._replace(N=1, layout=layout)
     choice = choose(one)

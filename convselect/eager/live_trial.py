@@ -4,7 +4,7 @@
 Every call returns a right result; only which algorithm computes it changes from call to call until the trial ends. A
 candidate's first result is compared with native's for the same operands, and native's is returned. The rules are
 `trial.Trial`'s; here is what running them on real calls needs: a clock that never waits (on a GPU, events that are read
-when they have passed), one timed call at a time, and no trial where the same call must give the same bits: in
+when they have passed), one timed call at a time, and no trial if the same call must give the same bits: in
 checkpointed code, gradient checks, CUDA graph capture. There native runs, untimed.
 """
 
@@ -21,16 +21,17 @@ import torch
 from torch import Tensor
 
 from convselect import timing
-from convselect.choice.choose import NATIVE, PLAN_COST_US, Choice
+from convselect.choice.choose import NATIVE, Choice
 from convselect.choice.trial import MAX_ROUNDS, MIN_ROUNDS, NOISE_FLOOR, Outcome, Trial, Z
 from convselect.kernels.pool import BY_NAME
+from convselect.measure.rows import PLAN_COST_US
 from convselect.problem import ConvProblem
 from convselect.settings import Settings
 from convselect.store import process
 from convselect.warnings import warn_once
 
 Run = Callable[[str], "Tensor | None"]
-"""Runs the call at hand by the algorithm of this name; None where it could not, and native has to."""
+"""Runs the call at hand by the algorithm of this name; None if it could not, and native has to."""
 
 ERROR_BOUNDS = {"float64": 1e-11, "float32": 2e-4, "float16": 5e-3, "bfloat16": 3e-2}
 """Relative L2 distance from native's result beyond which a candidate's is a mistake: ten times the loosest grade."""
@@ -39,31 +40,38 @@ LOSS = 0.01
 _REPEATABLE = frozenset({"torch.utils.checkpoint", "torch.autograd.gradcheck"})
 _wall_ns, _thread_ns = timing.SYSTEM_CLOCK
 DISTURBED, DISTURBED_US = 1.5, 500.0
-"""A call on several threads whose time is so much more than what its own thread computed was interrupted."""
+"""A call on several threads was interrupted if its time is this much more than what its own thread computed."""
 MOST_DISTURBED = 8
-"""After so many of those in a row that is how this machine is."""
+"""After this many of those in a row that is how this machine is."""
 _forks = 0
 
 
-class OnTrial:
-    """Stands where a `Choice` stands while it is not settled, and after that where it is watched.
+class LiveTrial:
+    """The trial of one problem on real calls; once it is settled, the watch over its choice if audits are asked for.
 
     Args:
-        provisional: what is chosen where no trial can be: in graphs, in deterministic mode.
-        candidates: for a trial; empty: `provisional` is settled, and only watched.
-        audit: one call in so many is timed against native once it is settled; 0: none.
-        on_settled: called once with (choice, outcome, lasting), and again where an audit gives the choice up.
+        provisional: what is chosen if no trial can be held: in graphs, in deterministic mode.
+        candidates: for a trial; if empty, `provisional` is settled, and only watched.
+        audit: once it is settled, one call in `audit` is timed against native; 0 for none.
+        on_settled: called once with (choice, outcome, store_result), and again if an audit gives the choice up.
     """
 
-    algorithm = ""
-    """None yet: neither native, which needs no plan, nor any other."""
-    source = "trial"
-    params = None
-    alone = None
-
     __slots__ = (
-        "_audit", "_calls", "_disturbed", "_forks", "_gains", "_lock", "_native_us", "_on_settled", "_pending",
-        "choice", "final", "lasting", "problem", "provisional", "trial",
+        "_audit",
+        "_calls",
+        "_disturbed",
+        "_forks",
+        "_gains",
+        "_lock",
+        "_native_us",
+        "_on_settled",
+        "_pending",
+        "choice",
+        "final",
+        "problem",
+        "provisional",
+        "store_result",
+        "trial",
     )  # fmt: skip
 
     def __init__(
@@ -81,9 +89,9 @@ class OnTrial:
         """What was settled on."""
         self.final: Choice | None = None
         """The same, once nothing will change it any more: whoever holds this object may hold that instead."""
-        self.lasting = True
-        """False where a candidate was left out for a reason that may pass."""
-        # Of the sizes alone: what Python makes of texts differs from process to process.
+        self.store_result = True
+        """False if a candidate was left out for a temporary reason."""
+        # From the sizes alone: Python hashes texts differently in every process.
         seed = hash(problem[1:17])
         self.trial = Trial(candidates, cost_us=PLAN_COST_US[problem.direction], seed=seed)
         self._audit = audit
@@ -97,15 +105,12 @@ class OnTrial:
         self._gains: list[float] = []
 
     @property
-    def predicted_gain(self) -> float | None:
-        return (self.choice or self.provisional).predicted_gain
-
-    @property
-    def probability(self) -> float | None:
-        return self.provisional.probability
+    def current(self) -> Choice:
+        """What it was settled on, or what is chosen if no trial can be held."""
+        return self.choice or self.provisional
 
     def params_of(self, name: str) -> Mapping[str, Any] | None:
-        """Parameters that an algorithm runs with here; None: its default. Tuned ones are of what was tuned."""
+        """Parameters that an algorithm runs with here; None for its default. Tuned ones belong to what was tuned."""
         return self.provisional.params if name == self.provisional.algorithm else None
 
     def run(self, run: Run, device: torch.device) -> Tensor:
@@ -118,7 +123,8 @@ class OnTrial:
             name = self._turn(device)
             if name is None:
                 return self._otherwise(run)
-            if name != NATIVE and not BY_NAME[name].ready(self.problem, self.params_of(name)):
+            algorithm = BY_NAME[name]
+            if algorithm.may_be_unready and not algorithm.ready(self.problem, self.params_of(name)):
                 self._postpone(name)
                 return self._otherwise(run)
             return self._timed(name, run, device)
@@ -206,7 +212,7 @@ class OnTrial:
         return native
 
     def _undisturbed(self, wall_us: float, thread_us: float) -> float | None:
-        """What a call took, without what neighbours on the machine took from it; None where that cannot be told.
+        """What a call took, without what neighbours on the machine took from it; None if that cannot be told.
 
         On one thread it is the time that thread computed. On several it is the time that passed, and a call is
         dismissed during which its own thread stood still: the others wait for it.
@@ -236,14 +242,14 @@ class OnTrial:
         return False
 
     def _tried(self, name: str, run: Run) -> Tensor | None:
-        """None where this algorithm has no result to offer; after a failure it is out of the race."""
+        """The result, or None if this algorithm has none to offer; after a failure it is out of the race."""
         if name == NATIVE:
             return run(name)  # its errors are the user's
         try:
             result = run(name)
         except Exception as error:
             if is_out_of_memory(error):
-                self.lasting = False
+                self.store_result = False
             else:
                 warn_once(
                     f"failed:{name}", f"convselect: {name} failed on {self.problem} ({error!r}); native runs instead."
@@ -279,10 +285,10 @@ class OnTrial:
         if not self._audit or choice.algorithm == NATIVE:
             self.final = choice
         if self._on_settled is not None:
-            self._on_settled(choice, outcome, self.lasting and not outcome.hasty)
+            self._on_settled(choice, outcome, self.store_result and not outcome.cut_short)
 
     def _judge_again(self) -> None:
-        """Back to native where the choice is clearly slower by now."""
+        """Back to native if the choice is clearly slower by now."""
         gains = self._gains = self._gains[-MAX_ROUNDS:]
         n = len(gains)
         if n < MIN_ROUNDS:
@@ -298,7 +304,7 @@ class OnTrial:
 
 def keep(problem: ConvProblem, settings: Settings, choice: Choice, samples: int) -> None:
     """Let later processes know what was found out."""
-    from convselect.store.store import Decision
+    from convselect.store.choices import Decision
 
     revision = BY_NAME[choice.algorithm].revision
     process.remember(
@@ -316,7 +322,7 @@ def keep(problem: ConvProblem, settings: Settings, choice: Choice, samples: int)
 
 
 def _distance(result: Tensor, native: Tensor) -> Tensor:
-    """Relative L2 distance; 0 where both are all zeros, NaN where something is not finite."""
+    """Relative L2 distance; 0 if both are all zeros, NaN if something is not finite."""
     with torch.no_grad():
         wide = torch.float64 if native.dtype == torch.float64 else torch.float32
         result, native = result.detach().to(wide), native.detach().to(wide)

@@ -14,18 +14,17 @@ import logging
 import os
 import shlex
 import sys
-from typing import TYPE_CHECKING
 
+from convselect.choice.choose import Choice, Prediction
+from convselect.choice.reasons import reasons
+from convselect.problem import ConvProblem
 from convselect.settings import Settings
 from convselect.warnings import warn_once
-
-if TYPE_CHECKING:
-    from convselect.choice.choose import Choice
-    from convselect.problem import ConvProblem
 
 LEVELS = {"info": logging.INFO, "1": logging.INFO, "debug": logging.DEBUG}
 OFF = ("", "0", "off")
 logger = logging.getLogger("convselect")
+INFO = logging.INFO
 
 
 class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
@@ -42,15 +41,15 @@ class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def why_wrong(value: str) -> str | None:
-    """One sentence where this is no value of CONVSELECT_LOG."""
+    """One sentence if this is no value of CONVSELECT_LOG, else None."""
     if value.lower() in LEVELS or value.lower() in OFF or value.endswith(".log"):
         return None
     return f"CONVSELECT_LOG={value} is neither info, debug nor the name of a file that ends in .log"
 
 
 def install(value: str) -> logging.Handler | None:
-    """Do as this value of CONVSELECT_LOG says; returns the handler, None where none was wanted or could be had (then
-    one warning has said why)."""
+    """Do as this value of CONVSELECT_LOG says; returns the handler, None if none was wanted or could be had (then one
+    warning has said why)."""
     wrong = why_wrong(value)
     if wrong is not None:
         warn_once("log", f"convselect: {wrong}; nothing is logged.")
@@ -76,19 +75,12 @@ def install(value: str) -> logging.Handler | None:
 # ---- what is said -----------------------------------------------------------------------------------------------
 
 
-def chosen(problem: ConvProblem, choice: Choice, settings: Settings) -> None:
-    """A choice was made under these settings. Where nobody listens, this costs one look-up."""
-    if not logger.isEnabledFor(logging.INFO):
-        return
+def chosen(problem: ConvProblem, choice: Choice, settings: Settings, prediction: Prediction | None) -> None:
+    """A choice was made under these settings, by or beside this prediction. Ask `logger.isEnabledFor(INFO)` first."""
     gain = "" if choice.predicted_gain is None else f", gain {choice.predicted_gain:.2f}"
     params = "".join(f" {name}={value}" for name, value in (choice.params or {}).items())
     logger.info("%s%s from %s%s: %s", choice.algorithm, params, choice.source, gain, reproduce(problem, settings))
     if logger.isEnabledFor(logging.DEBUG):
-        from convselect.choice.reasons import reasons
-        from convselect.model import loaded
-
-        predictor = loaded.get_for(problem) if settings.chooses else None
-        prediction = None if predictor is None else predictor.predict(problem)
         for name, reason in reasons(problem, choice, settings, prediction).items():
             logger.debug("  not %s: %s", name, reason)
 
@@ -106,13 +98,13 @@ def settled(problem: ConvProblem, algorithm: str, gain: float | None, samples: i
 
 
 def reproduce(problem: ConvProblem, settings: Settings | None = None) -> str:
-    """The shell command that checks and times this problem, under the same settings where they are given."""
+    """The shell command that checks and times this problem, under the same settings if they are given."""
     parts = [] if settings is None else [f"{name}={shlex.quote(value)}" for name, value in _variables(settings).items()]
     return " ".join([*parts, f'convselect bench "{problem}"'])
 
 
 def _variables(settings: Settings) -> dict[str, str]:
-    """What in the environment gives these settings, where they are not the defaults."""
+    """The environment variables that give these settings, if they are not the defaults."""
     usual = Settings()
     workspace = f"{settings.workspace_bytes}"
     if settings.workspace_share != usual.workspace_share:

@@ -5,20 +5,22 @@ from __future__ import annotations
 
 import torch
 
-from convselect.choice.choose import NATIVE, PLAN_COST_US, Choice, Shortage, refusal
+from convselect.choice.budgets import Shortage, refusal
+from convselect.choice.choose import NATIVE, Choice
 from convselect.eager.live_trial import is_out_of_memory, keep
 from convselect.kernels.pool import ALL
+from convselect.measure.rows import PLAN_COST_US
 from convselect.problem import ConvProblem
 from convselect.settings import Settings
 from convselect.warnings import warn_once
 
 DEADLINE_S = 2.0
-"""Of one problem's timed rounds; two rounds are run in any case."""
+"""Time for one problem's timed rounds; two rounds are run in any case."""
 
 
 def measured(problem: ConvProblem, settings: Settings) -> Choice | None:
-    """What is measured here and now; None where nothing can be: in deterministic mode, while a mode watches, on
-    accelerators, or where memory is short.
+    """The choice by measuring here and now; None if nothing can be measured: in deterministic mode, while a mode
+    watches, on accelerators, or if memory is short.
 
     The operands are random ones of the same shapes and layouts. An algorithm whose result is not the float64
     reference's, within its dtype's bound, is never chosen. Takes as long as it takes: some milliseconds to a second.
@@ -44,8 +46,8 @@ def measured(problem: ConvProblem, settings: Settings) -> Choice | None:
     if native_us is None:
         return None
     best = min(times, key=lambda name: times[name])
-    passing = any(isinstance(reason, Shortage) for reason in refused.values())
-    found = Choice(best, "measure", None, native_us / times[best], passing=passing)
-    if not passing:
+    memory_limited = any(isinstance(reason, Shortage) for reason in refused.values())
+    found = Choice(best, "measure", None, native_us / times[best], memory_limited=memory_limited)
+    if not memory_limited:
         keep(problem, settings, found, next(row.rounds for row in rows if row.algorithm == best))
     return found

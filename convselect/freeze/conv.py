@@ -16,22 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from convselect.aten.arguments import problem_of
-from convselect.choice.choose import is_disabled
-from convselect.freeze.capture import ConvChain
-from convselect.freeze.layer import (
-    FORMATS,
-    KERNELS,
-    ONEDNN_ACTIVATIONS,
-    Candidate,
-    Form,
-    FrozenLayer,
-    Source,
-    copied,
-    finish,
-    onednn_takes,
-)
+from convselect.choice.budgets import is_disabled
+from convselect.freeze.candidates import FORMATS, ONEDNN_ACTIVATIONS, Candidate, Form, finish, onednn_takes
+from convselect.freeze.chains import ConvChain
+from convselect.freeze.kernel import KERNELS
+from convselect.freeze.layer import FrozenLayer, Source, copied
 from convselect.kernels._contract import Grade
-from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, canonical_strides
+from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem
 from convselect.settings import Settings
 
 
@@ -52,7 +43,7 @@ class FrozenConv(FrozenLayer):
         return [(owner, key) for owner, key in names if owner.get(key) is not None]
 
     def _folded(self) -> tuple[Tensor, Tensor | None]:
-        """Computed in float64 where there is something to fold."""
+        """Computed in float64 if there is a normalisation to fold."""
         conv, norm = self.conv, self.chain.norm
         weight = conv.weight.detach()
         bias = None if conv.bias is None else conv.bias.detach()
@@ -73,23 +64,13 @@ class FrozenConv(FrozenLayer):
 
     def problem(self, x: Tensor) -> ConvProblem | None:
         conv = self.conv
-        return problem_of(x, self.weight, conv.stride, conv.padding, conv.dilation, conv.groups)
+        return problem_of(x, self.weight, (conv.stride, conv.padding, conv.dilation, conv.groups))
 
-    def reference(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        bias = self.bias_float32 if wide == torch.float32 else self.bias
-        y = self._torch(x.to(wide), self.weight.to(wide), bias)
-        return finish(y, residual if residual is None else residual.to(wide), self.activation)
-
-    def native(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        return finish(self._torch(x, self.weight, self.bias), residual, self.activation)
-
-    def _torch(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         conv = self.conv
         return torch.conv2d(x, weight, bias, conv.stride, conv.padding, conv.dilation, conv.groups)  # type: ignore[call-overload, no-any-return]
 
     def candidates(self, x: Tensor, residual: Tensor | None, layout: str, settings: Settings) -> list[Candidate]:
-        """Results are in `layout`."""
         found = [self._native(layout)]
         problem = self.problem(x)
         if problem is None or x.dtype != self.weight.dtype or problem.dtype == "float64":
@@ -103,8 +84,7 @@ class FrozenConv(FrozenLayer):
         if problem.symmetric_padding and onednn_takes(problem.dtype):
             found.append(self._onednn(problem, layout))
         x_form, y_form = (
-            Form(torch.Size(shape), canonical_strides(shape, layout), problem.torch_dtype, FORMATS[layout])
-            for shape in (problem.x_shape, problem.y_shape)
+            Form.dense(shape, layout, problem.torch_dtype) for shape in (problem.x_shape, problem.y_shape)
         )
         return found + self.kernel_candidates(KERNELS, problem, settings, x_form, y_form)
 
@@ -139,7 +119,7 @@ class FrozenConv(FrozenLayer):
         return Candidate("gemm", Grade.DIRECT, lambda *_: run)
 
     def _onednn(self, problem: ConvProblem, layout: str) -> Candidate:
-        """oneDNN with its weight reordered once, and a residual or an activation as its post-operation."""
+        """oneDNN with its weight reordered once; a residual or an activation is its post-operation."""
         p, activation, bias, key = problem, self.activation, self.bias, ("onednn", problem.x_shape)
         padding, stride, dilation, groups = [p.pad_top, p.pad_left], list(p.stride), list(p.dilation), p.groups
         unary: Any = torch.ops.mkldnn._convolution_pointwise.default
@@ -164,7 +144,7 @@ class FrozenConv(FrozenLayer):
                     y = binary(
                         x, residual, cell[0], bias, padding, stride, dilation, groups, "add", 1.0, activation, [], None
                     )
-                else:  # the binary form knows no other activation
+                else:  # the binary form takes no other activation
                     y = unary(x, cell[0], bias, padding, stride, dilation, groups, "none", [], "")
                     y = finish(y, residual, activation)
                 return y.contiguous(memory_format=memory_format)  # type: ignore[no-any-return]

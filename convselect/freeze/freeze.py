@@ -1,8 +1,7 @@
 """`freeze(model)`: inference on a CPU with folded normalisations, fused epilogues and prepared weights; `unfreeze`.
 
-Each traceable part of the model gets a `forward` of its own as an instance attribute, which hides the class's without
-touching it: modules, parameters, buffers, hooks and state_dict stay what they are, and taking the attribute away is all
-that `unfreeze` has to do.
+Each traceable part of the model gets a `forward` as an instance attribute, which hides the class's without touching it:
+modules, parameters, buffers, hooks and state_dict stay what they are, and `unfreeze` only removes the attribute.
 """
 
 from __future__ import annotations
@@ -11,8 +10,7 @@ import inspect
 import operator
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +18,16 @@ from torch.autograd import forward_ad
 from torch.nn.modules import module as _nn_module
 
 from convselect import settings as _settings
-from convselect.aten.autograd import in_functorch
-from convselect.freeze.capture import Traced, Untraceable, has_hooks, required_arguments, trace, why_not_frozen
+from convselect.aten.strides import in_functorch
+from convselect.freeze.capture import Traced, Untraceable, required_arguments, trace
+from convselect.freeze.chains import has_hooks, why_not_frozen
 from convselect.freeze.plan import CHANNELS_LAST, CONTIGUOUS, Plan, Program, make_plan
 from convselect.freeze.watch import Watch
-from convselect.layer import SelectedConv2d
+from convselect.layer import SelectedConv2d, check_module
 from convselect.lru import LRU
 from convselect.warnings import warn_once
+
+M = TypeVar("M", bound=nn.Module)
 
 _PLANS = 16
 _MEASURED_PLANS = 8
@@ -49,77 +50,33 @@ _PLAIN = frozenset({Tensor, nn.Parameter})
 _REFUSAL = "this model is frozen for inference; call convselect.unfreeze(model) to train it again"
 
 
-@dataclass(frozen=True)
-class FreezeReport:
-    """What `freeze` did.
-
-    Attributes:
-        parts: names of the modules whose forward was replaced; "" is the model itself.
-        folded: convolution -> the batch normalisation that is now part of its weight and bias.
-        fused: layer -> what is folded in or runs in its epilogue: "batch norm", "scale", "bias", "residual", "relu",
-            "relu6", "silu", "gelu". Layers are convolutions, and linear layers of up to 16 MiB beside them.
-        left_alone: name -> reason, for convolutions that run as they are and for modules that were not traced whole.
-    """
-
-    parts: tuple[str, ...]
-    folded: dict[str, str]
-    fused: dict[str, tuple[str, ...]]
-    left_alone: dict[str, str]
-    _frozen: tuple[_FrozenForward, ...] = field(default=(), repr=False, compare=False)
-
-    @property
-    def chosen(self) -> dict[str, dict[str, str]]:
-        """Part and input -> layer -> what runs it: "native", "onednn_packed", "gemm", an algorithm of the pool, or
-        "block" for each layer of an inverted residual block that runs as one call. Grows with every kind of input that
-        the model meets."""
-        return {
-            f"{part.name or '(the model itself)'} {text}": {part.full(name): c for name, c in plan.chosen.items()}
-            for part in self._frozen
-            for text, plan in part.described()
-        }
-
-    def __str__(self) -> str:
-        lines = [
-            f"{len(self.fused)} layers frozen in {len(self.parts)} parts, {len(self.folded)} batch normalisations"
-            f" folded, {len(self.left_alone)} left alone"
-        ]
-        for name, parts in self.fused.items():
-            lines.append(f"  {name or '(the model itself)'}: {', '.join(parts) or 'nothing to fuse'}")
-        lines += [f"  left alone: {name or '(the model itself)'}: {why}" for name, why in self.left_alone.items()]
-        for part in self._frozen:
-            for text, plan in part.described():
-                times = "" if plan.eager_us is None else f", {plan.eager_us:.0f} us before, {plan.frozen_us:.0f} us now"
-                lines.append(f"{part.name or '(the model itself)'} for {text}: {plan.layout or 'as it was'}{times}")
-                lines += [f"  {part.full(name)}: {candidate}" for name, candidate in plan.chosen.items()]
-        return "\n".join(lines)
-
-
-def freeze(model: nn.Module, *example: Any) -> FreezeReport:
-    """Make inference with `model` on a CPU as fast as measuring can make it. In place; `unfreeze` takes it back.
+def freeze(model: M, *example: Any) -> M:
+    """Make inference with `model` on a CPU as fast as measuring can make it. In place; `unfreeze` undoes it.
 
     Folds batch normalisation into the convolution before it, runs bias, residual sum and activation in the
-    convolution's epilogue, keeps weights in the form each kernel wants, and picks, for every convolution, the fastest
-    candidate that agrees with `torch.conv2d`, and for the whole, NCHW or NHWC between the layers, or the model as it
-    was where nothing beats it. Parameters, buffers, modules, hooks and state_dict are not touched.
+    convolution's epilogue, keeps weights in the form each kernel wants, and measures: for every convolution, the
+    fastest candidate that agrees with `torch.conv2d`; for the whole, NCHW or NHWC between the layers, or the model as
+    it was if nothing is faster. Parameters, buffers, modules, hooks and state_dict are not touched.
+    `convselect.summary(model)` says what was folded, fused and chosen, and what was left alone and why.
 
     Measuring happens at the first call with inputs of a new shape, stride, dtype or thread count, and takes from a
     fraction of a second to some tens of seconds; the given example makes that first call now. After eight kinds of
-    input, further ones take what was chosen before. Planning runs the model several times, so that hooks inside see
-    more calls.
+    input, further ones take what was chosen before. Planning runs the model several times, so hooks inside see more
+    calls.
 
     What a call with a frozen model still does:
 
     - Replaced parameters, buffers and submodules, and everything that moves a tensor's version counter (loading a
       state_dict, any operation in place) are noticed at once, and folded and packed again before the call goes on.
       `.data = other` is noticed at once for weights and within eight calls for biases and statistics. Writes behind
-      the counter (`.data.copy_`, NumPy) are noticed at once where they reach the one element per weight that each call
+      the counter (`.data.copy_`, NumPy) are noticed at once if they reach the one element per weight that each call
       samples, as whole-tensor updates do, within eight calls for biases and statistics, and otherwise when the 64 KiB
       that each call adds up in turn come to them. Other attributes (stride, eps) are read once.
-    - Hooks: a module with forward hooks is called as a module, and parts are traced around and inside it. While hooks
+    - Hooks: a module with forward hooks is called as a module, and parts are traced around and inside it. If hooks
       were added later, or global ones are set, calls run the original forward.
     - Autocast, tracers, torch.compile, torch.func, dispatch modes, tensor subclasses, other devices, sizes that depend
       on data, optional arguments that are given, a forced policy and batch invariance run the original forward.
-    - NaN and infinity, in inputs or weights, run the original forward where a kernel would spread or lose them.
+    - NaN and infinity, in inputs or weights, run the original forward if a kernel would spread or lose them.
     - Results never require gradients. An input that does, under grad mode, is an error, as is `train()`.
 
     A deep copy or an unpickled copy of a frozen model is frozen and plans anew. Print statements and other side effects
@@ -130,54 +87,57 @@ def freeze(model: nn.Module, *example: Any) -> FreezeReport:
         example: the arguments of one call.
 
     Returns:
-        What was folded, fused and chosen, and what was left alone and why.
+        `model` itself.
 
     Raises:
         TypeError: `model` is not a module.
         RuntimeError: it, or a module inside, is in training mode.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"freeze takes an nn.Module, not {type(model).__name__}")
+    check_module(model, "freeze")
     if any(module.training for module in model.modules()):
         raise RuntimeError("freeze takes a model in evaluation mode: call model.eval() first")
     unfreeze(model)
-    left_alone: dict[str, str] = {}
     remembered: dict[Any, str] = {}
-    parts = [
-        _FrozenForward(root, name, remembered, traced) for name, root, traced in _traceable_parts(model, left_alone)
-    ]
-    for part in parts:
-        part.install()
-    report = FreezeReport(
-        tuple(part.name for part in parts),
-        {part.full(c.name): part.full(c.norm_name) for part in parts for c in part.chains if c.norm_name},
-        {part.full(c.name): c.fused for part in parts for c in part.chains},
-        left_alone,
-        tuple(parts),
-    )
+    untraced: dict[str, str] = {}
+    for name, root, traced in list(_traceable_parts(model, untraced)):
+        around = tuple(untraced.get(other, "") for other in parents(name))
+        FrozenForward(root, around, remembered, traced).install()
     if example:
         model(*example)
-    return report
+    return model
 
 
-def unfreeze(model: nn.Module) -> int:
-    """Undo `freeze`, exactly. Returns in how many parts the model was frozen.
+def unfreeze(model: M) -> M:
+    """Undo `freeze`, exactly.
+
+    Returns:
+        `model` itself.
 
     Raises:
         TypeError: `model` is not a module.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"unfreeze takes an nn.Module, not {type(model).__name__}")
-    count = 0
+    check_module(model, "unfreeze")
     for module in model.modules():
-        if isinstance(vars(module).get("forward"), _FrozenForward):
+        if isinstance(vars(module).get("forward"), FrozenForward):
             del vars(module)["forward"], vars(module)["train"]
-            count += 1
-    return count
+    return model
 
 
-def _traceable_parts(model: nn.Module, left_alone: dict[str, str]) -> Iterator[tuple[str, nn.Module, Traced]]:
-    """The largest modules that can be traced and hold a convolution to freeze."""
+def frozen_forwards(model: nn.Module) -> dict[str, FrozenForward]:
+    """Name of each module of `model` whose forward is frozen -> that forward; "" is the model itself."""
+    forwards = {name: vars(module).get("forward") for name, module in model.named_modules()}
+    return {name: forward for name, forward in forwards.items() if isinstance(forward, FrozenForward)}
+
+
+def parents(name: str) -> list[str]:
+    """Names of the modules around this one, the innermost first: "a.b.c" -> ["a.b", "a", ""]."""
+    parts = name.split(".") if name else []
+    return [".".join(parts[:i]) for i in reversed(range(len(parts)))]
+
+
+def _traceable_parts(model: nn.Module, untraced: dict[str, str]) -> Iterator[tuple[str, nn.Module, Traced]]:
+    """The largest modules that can be traced and hold a convolution to freeze; why the others cannot goes to
+    `untraced`."""
     pending = [("", model)]
     seen: set[int] = set()
     while pending:
@@ -186,27 +146,18 @@ def _traceable_parts(model: nn.Module, left_alone: dict[str, str]) -> Iterator[t
             continue
         seen.add(id(module))
         if not any(why_not_frozen(m) is None for m in module.modules()):
-            left_alone.update(_reasons(module, name))
             continue
         prefix = f"{name}." if name else ""
-        inside = [(prefix + child_name, child) for child_name, child in module.named_children()]
         try:
             traced = trace(module)
         except Untraceable as why:
             if not isinstance(module, nn.ModuleList | nn.ModuleDict):
-                left_alone[name] = f"not traced as a whole: {why}"
-            pending += inside
+                untraced[name] = f"It was not traced as a whole: {str(why).rstrip('.')}."
+            pending += [(prefix + child_name, child) for child_name, child in module.named_children()]
             continue
-        left_alone.update({prefix + inner: why for inner, why in traced.left_alone.items() if inner})
         pending += [(prefix + inner, module.get_submodule(inner)) for inner in traced.boundaries]
         if traced.chains:
             yield name, module, traced
-
-
-def _reasons(module: nn.Module, name: str) -> dict[str, str]:
-    prefix = f"{name}." if name else ""
-    reasons = {inner: why_not_frozen(m) for inner, m in module.named_modules()}
-    return {(prefix + inner if inner else name): why for inner, why in reasons.items() if why}
 
 
 class _RefuseTraining:
@@ -221,15 +172,29 @@ class _RefuseTraining:
         return type(self._root).train(self._root, False)
 
 
-class _FrozenForward:
-    """The `forward` of a frozen module."""
+class FrozenForward:
+    """The `forward` of a frozen module.
+
+    Args:
+        root: the module.
+        around: why each of the modules around it was not frozen as a whole, the innermost first; "" if there is no
+            reason to tell.
+        remembered: candidates chosen so far, shared between the parts of one model.
+        traced: the steps of the root's forward, if they are known already.
+    """
 
     def __init__(
-        self, root: nn.Module, name: str = "", remembered: dict[Any, str] | None = None, traced: Traced | None = None
+        self,
+        root: nn.Module,
+        around: tuple[str, ...] = (),
+        remembered: dict[Any, str] | None = None,
+        traced: Traced | None = None,
     ) -> None:
         # `root` may still be empty here, while a copy of it is being made.
         self.root = root
-        self.name = name
+        self.around = around
+        self.why_original: str | None = None
+        """Why the module runs as it was, for good: it can no longer be traced."""
         self._remembered: dict[Any, str] = {} if remembered is None else remembered
         self._traced = traced
         self._lock = threading.RLock()
@@ -237,7 +202,6 @@ class _FrozenForward:
         self._program: Program | None = None
         self._watch: Watch | None = None
         self._finite = True
-        self._given_up = False
         self._required: list[str] = []
         self._structure: list[dict[str, Any]] = []
         self._saved_structure: list[dict[str, Any]] = []
@@ -245,6 +209,8 @@ class _FrozenForward:
         self._modes: list[nn.Module] = []
 
     def install(self) -> None:
+        if self._traced is not None:
+            self._note_modules(self._traced)
         self.root.forward = self
         self.root.train = _RefuseTraining(self.root)  # type: ignore[assignment]
 
@@ -256,21 +222,35 @@ class _FrozenForward:
             return getattr(forward, name)
         raise AttributeError(f"{type(self).__name__} has no attribute {name}")
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _FrozenForward:
-        return _FrozenForward(memo.get(id(self.root), self.root), self.name)
+    def __deepcopy__(self, memo: dict[int, Any]) -> FrozenForward:
+        return FrozenForward(memo.get(id(self.root), self.root), self.around)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_FrozenForward, (self.root, self.name))
+        return (FrozenForward, (self.root, self.around))
 
-    @property
-    def chains(self) -> list[Any]:
-        return [] if self._traced is None else self._traced.chains
+    def traced(self) -> Traced | None:
+        """The steps of the root's own forward; None if it can no longer be traced, and runs as it was."""
+        with self._lock:
+            if self._program is None and self._structure != self._saved_structure:
+                self._traced = None  # modules were replaced since
+            if self._traced is not None or self.why_original is not None:
+                return self._traced
+            replaced = vars(self.root).pop("forward", None)
+            try:
+                self._traced = trace(self.root)
+                self._note_modules(self._traced)
+            except Untraceable as why:
+                self.why_original = str(why)
+                what = f"a frozen {type(self.root).__name__}"
+                warn_once(f"freeze:{id(self)}", f"convselect: {what} runs as it was: {why}")
+            finally:
+                if replaced is not None:
+                    vars(self.root)["forward"] = replaced
+            return self._traced
 
-    def full(self, name: str) -> str:
-        return ".".join(part for part in (self.name, name) if part)
-
-    def described(self) -> list[tuple[str, Plan]]:
-        entries: dict[Any, Plan] = self._plans.entries
+    def plans(self) -> list[tuple[str, Plan]]:
+        """Each kind of input met so far, in words, and how it is computed."""
+        entries: dict[Any, Plan] = dict(self._plans.entries)
         return [(_describe(key), plan) for key, plan in entries.items()]
 
     # ---- a call -------------------------------------------------------------------------------------------------
@@ -349,44 +329,39 @@ class _FrozenForward:
     # ---- preparation --------------------------------------------------------------------------------------------
 
     def _prepare(self) -> bool:
-        """Trace, fold, and remember what to watch. False where the module can no longer be traced."""
+        """Trace, fold, and watch the weights. False if the module can no longer be traced."""
         with self._lock, torch.inference_mode(False), torch.no_grad():
             if self._program is not None:
                 return True
-            if self._given_up:
+            if self.why_original is not None:
                 return False
-            root = self.root
-            if any(module.training for module in root.modules()):
+            if any(module.training for module in self.root.modules()):
                 raise RuntimeError(f"it is in training mode, but {_REFUSAL}")
-            replaced = vars(root).pop("forward", None)
-            try:
-                traced = self._traced if self._traced is not None else trace(root)
-            except Untraceable as why:
-                self._given_up = True
-                warn_once(f"freeze:{id(self)}", f"convselect: {self.name or 'a frozen model'} runs as it was: {why}")
+            traced = self.traced()
+            if traced is None:
                 return False
-            finally:
-                if replaced is not None:
-                    vars(root)["forward"] = replaced
-            self._traced = traced
-            inside = list(_inside(root, {root.get_submodule(name) for name in traced.boundaries}))
-            self._structure = [module._modules for module in inside if module._modules]
-            self._saved_structure = [dict(children) for children in self._structure]
-            self._hooks = [_nn_module._global_forward_hooks, _nn_module._global_forward_pre_hooks]
-            for module in inside:
-                if module is not root:
-                    self._hooks += [module._forward_hooks, module._forward_pre_hooks]
-            self._modes = [module for module in inside if not module._modules and type(module) not in _SAME_IN_TRAINING]
-            self._required = ["input"] if isinstance(root, nn.Conv2d) else required_arguments(type(root).forward)
             self._plans.clear()
-            program = Program(root, traced)
-            self._watch = Watch([conv.sources() for conv in program.layers.values()])
-            self._finite = program.finite
-            self._program = program
+            program = Program(self.root, traced)
+            self._watch = Watch([layer.sources() for layer in program.layers.values()])
+            self._finite, self._program = program.finite, program
             return True
 
+    def _note_modules(self, traced: Traced) -> None:
+        """Remember the arguments of the forward, and what to ask the modules inside at every call: whether one was
+        replaced, got a hook, or was set to training."""
+        root = self.root
+        inside = list(_inside(root, {root.get_submodule(name) for name in traced.boundaries}))
+        self._structure = [module._modules for module in inside if module._modules]
+        self._saved_structure = [dict(children) for children in self._structure]
+        self._hooks = [_nn_module._global_forward_hooks, _nn_module._global_forward_pre_hooks]
+        for module in inside:
+            if module is not root:
+                self._hooks += [module._forward_hooks, module._forward_pre_hooks]
+        self._modes = [module for module in inside if not module._modules and type(module) not in _SAME_IN_TRAINING]
+        self._required = ["input"] if isinstance(root, nn.Conv2d) else required_arguments(type(root).forward)
+
     def _is_current(self) -> bool:
-        """False where something changed; it has then been caught up with, if the module can still be frozen."""
+        """False if something changed; what was derived from it is then made anew, if the module can still be frozen."""
         assert self._watch is not None
         same_modules = self._structure == self._saved_structure
         changed = self._watch.changed() if same_modules else set()
@@ -406,30 +381,24 @@ class _FrozenForward:
             return False
 
     def _plan(self, key: tuple[Any, ...], args: tuple[Any, ...]) -> Any:
-        """Plan for arguments of this kind; the model's own result for these."""
+        """The first call with arguments of this kind: the model's own result, and a plan for the next ones."""
         with self._lock:
             found = self._plans.entries.get(key)
             if found is None:
                 copies = tuple(a.detach().clone() if isinstance(a, Tensor) else a for a in args)
                 result = self._original(*args)
-                measured = [plan for plan in self._plans.entries.values() if plan.eager_us is not None]
+                in_use: list[Plan] = list(self._plans.entries.values())
+                measured = [plan for plan in in_use if plan.eager_us is not None]
                 measure = len(measured) < _MEASURED_PLANS
                 layouts: tuple[str, ...] = (CONTIGUOUS, CHANNELS_LAST)
                 if not measure and measured[-1].layout is not None:
                     layouts = (measured[-1].layout,)
-                assert self._program is not None
+                program, settings = self._program, key[1]
+                assert program is not None
                 with torch.inference_mode(False), torch.no_grad():
-                    copies = tuple(a.clone() if isinstance(a, Tensor) else a for a in copies)
+                    args = tuple(a.clone() if isinstance(a, Tensor) else a for a in copies)
                     plan = make_plan(
-                        self._program,
-                        copies,
-                        result,
-                        self._original,
-                        key[1],
-                        self._remembered,
-                        layouts,
-                        measure,
-                        list(self._plans.entries.values()),
+                        program, args, result, self._original, settings, self._remembered, layouts, measure, in_use
                     )
                 self._plans.put(key, plan)
                 return result

@@ -1,9 +1,8 @@
-"""A frozen `nn.Linear`, for networks that do their 1x1 convolutions that way (ConvNeXt): with a scale per channel
-folded in,
+"""A frozen `nn.Linear`, for networks whose 1x1 convolutions are linear layers (ConvNeXt): bias, residual and activation
+are in its epilogue, and a scale per channel is folded in:
 
-    (x W^T + b) g  =  x (g W)^T + g b,
-
-and bias, residual and activation in its epilogue."""
+    (x W^T + b) g  =  x (g W)^T + g b
+"""
 
 from __future__ import annotations
 
@@ -14,18 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from convselect.freeze.capture import LinearChain
-from convselect.freeze.layer import (
-    DIRECT,
-    ONEDNN_ACTIVATIONS,
-    Candidate,
-    Form,
-    FrozenLayer,
-    Source,
-    copied,
-    finish,
-    onednn_takes,
-)
+from convselect.freeze.candidates import ONEDNN_ACTIVATIONS, Candidate, Form, finish, onednn_takes
+from convselect.freeze.chains import LinearChain
+from convselect.freeze.kernel import DIRECT
+from convselect.freeze.layer import FrozenLayer, Source, copied
 from convselect.kernels._contract import Grade
 from convselect.problem import CHANNELS_LAST, DTYPE_NAMES, ConvProblem, Direction
 from convselect.settings import Settings
@@ -57,7 +48,7 @@ class FrozenLinear(FrozenLayer):
         return folded, None if bias is None else (bias.detach().double() * scale).to(wide)
 
     def problem(self, x: Tensor) -> ConvProblem | None:
-        """A 1x1 convolution of one image, one pixel wide, with a row of x in each pixel."""
+        """A 1x1 convolution of one image that is one pixel wide; each pixel is a row of x."""
         K, C = self.weight.shape
         if x.dim() < 2 or x.shape[-1] != C or x.dtype not in DTYPE_NAMES or x.dtype != self.weight.dtype:
             return None
@@ -67,13 +58,8 @@ class FrozenLinear(FrozenLayer):
             threads=torch.get_num_threads(),
         )  # fmt: skip
 
-    def reference(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        y = F.linear(x.to(wide), self.weight.to(wide), None if self.bias is None else self.bias.to(wide))
-        return finish(y, residual if residual is None else residual.to(wide), self.activation)
-
-    def native(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        return finish(F.linear(x, self.weight, self.bias), residual, self.activation)
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, weight, bias)
 
     def candidates(self, x: Tensor, residual: Tensor | None, layout: str, settings: Settings) -> list[Candidate]:
         found = [Candidate("native", Grade.DIRECT, lambda *_: self.native)]
@@ -92,7 +78,7 @@ class FrozenLinear(FrozenLayer):
         return found + self.kernel_candidates((DIRECT,), problem, settings, x_form, y_form)
 
     def _onednn(self, problem: ConvProblem) -> Candidate:
-        """oneDNN with its weight reordered once, and a residual or an activation as its post-operation."""
+        """oneDNN with its weight reordered once; a residual or an activation is its post-operation."""
         activation, bias, key, rows = self.activation, self.bias, ("onednn", problem.H), problem.H
         unary: Any = torch.ops.mkldnn._linear_pointwise.default
         binary: Any = torch.ops.mkldnn._linear_pointwise.binary

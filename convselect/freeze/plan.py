@@ -1,28 +1,26 @@
-"""A frozen forward for inputs of one kind: a flat program, one call per step, with memory laid out beforehand.
+"""How inputs of one kind are computed: a program, the layout between its layers, and what runs each layer.
 
-Planning walks through the steps on real values, lets every convolution choose among its candidates, and does so once
-for NCHW and once for NHWC between the layers; whichever program is faster from end to end stays, and neither if the
-model itself is. In NHWC, blocks of three convolutions may run as one call.
+Planning walks through the steps on real values and lets every layer choose among its candidates, once with NCHW and
+once with NHWC between the layers. The program that is faster from end to end stays, or neither if the model itself is
+faster. In NHWC, blocks of two or three convolutions may run as one call.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from convselect.freeze.capture import Step, Traced, is_boundary, keeps_no_view
-from convselect.freeze.conv import FrozenConv
-from convselect.freeze.layer import Candidate, FrozenLayer, OtherForm, Run, distance, timed
-from convselect.freeze.linear import FrozenLinear
-from convselect.freeze.pool import mean_of
-from convselect.freeze.residual import Fused, blocks, fuse
+from convselect.freeze.candidates import Candidate, OtherForm, distance, timed
+from convselect.freeze.capture import Step
+from convselect.freeze.layer import Search
+from convselect.freeze.program import Program, nodes_in, permutations
+from convselect.freeze.residual import fuse
 from convselect.lru import Entry
 from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem
 from convselect.settings import Settings
@@ -33,88 +31,13 @@ _DEADLINE_S = 2.0
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
 
 
-class Program:
-    """Traced steps with everything they call bound: what all plans of one forward share."""
-
-    def __init__(self, root: nn.Module, traced: Traced) -> None:
-        self.root = root
-        self.traced = traced
-        self.steps = _needed(traced)
-        self.layers: dict[Step, FrozenLayer] = {}
-        self.functions: dict[Step, Callable[..., Any]] = {}
-        for step in self.steps:
-            if step.kind == "conv":
-                self.layers[step] = FrozenConv(step.target)
-            elif step.kind == "linear":
-                self.layers[step] = FrozenLinear(step.target)
-            else:
-                self.functions[step] = _bound(step, root)
-        self.last_use = self._last_use()
-        self.reusable = self._reusable()
-
-    def _last_use(self) -> dict[fx.Node, int]:
-        last_use: dict[fx.Node, int] = {}
-        for i, step in enumerate(self.steps):
-            for node in _nodes((step.args, step.kwargs)):
-                last_use[node] = i
-        for node in _nodes(self.traced.result):
-            last_use[node] = len(self.steps)
-        return last_use
-
-    def blocks(self) -> list[tuple[Step, ...]]:
-        """What may run as one call: see `_freeze_residual.blocks`."""
-        users: dict[fx.Node, list[Step | None]] = {}
-        for step in self.steps:
-            for node in _nodes((step.args, step.kwargs)):
-                users.setdefault(node, []).append(step)
-        for node in _nodes(self.traced.result):
-            users.setdefault(node, []).append(None)
-        whole = {step: layer for step, layer in self.layers.items() if getattr(step.target, "permuted", None) is None}
-        return list(blocks(self.steps, whole, users))
-
-    def with_blocks(self, fused: list[Fused]) -> tuple[Program, dict[Step, Candidate]]:
-        """A program in which each of these blocks is one step, and the candidates of those steps."""
-        program, one = copy.copy(self), {}
-        inner = {step for block in fused for step in block.steps[:-1]}
-        for block in fused:
-            first, last = block.steps[0], block.steps[-1]
-            one[last] = Step(last.out, last.kind, last.target, (first.args[0], *last.args[1:]))
-        program.steps = [one.get(step, step) for step in self.steps if step not in inner]
-        program.layers = {one.get(step, step): layer for step, layer in self.layers.items() if step not in inner}
-        program.last_use = program._last_use()
-        return program, {one[block.steps[-1]]: block.candidate for block in fused}
-
-    @property
-    def finite(self) -> bool:
-        return all(layer.finite for layer in self.layers.values())
-
-    def hold(self, plans: list[Plan]) -> None:
-        """Keep the packed weights that these plans use, and no others."""
-        for step, layer in self.layers.items():
-            layer.hold({plan.candidates[step].pack for plan in plans if step in plan.candidates})
-
-    def _reusable(self) -> set[fx.Node]:
-        """Values that are gone when the program ends: nobody returns one, keeps it or makes a view of it."""
-        private = {step.out: keeps_no_view(step, self.root) for step in self.steps}
-        returned = set(_nodes(self.traced.result))
-        users: dict[fx.Node, list[fx.Node]] = {step.out: [] for step in self.steps}
-        for step in self.steps:
-            for node in _nodes((step.args, step.kwargs)):
-                users.setdefault(node, []).append(step.out)
-        return {
-            step.out
-            for step in self.layers
-            if step.out not in returned and all(private[user] for user in users[step.out])
-        }
-
-
 class Plan(Entry):
     """How inputs of one kind are computed.
 
     Attributes:
-        layout: the layout between the layers; None where the model itself was faster, and runs.
-        chosen: name of the convolution -> name of its candidate.
-        eager_us, frozen_us: medians of the whole forward when it was planned; None where it was not measured.
+        layout: the layout between the layers; None if the model itself was faster, and runs.
+        chosen: name of the layer -> name of its candidate.
+        eager_us, frozen_us: medians of the whole forward in us when it was planned; None if it was not measured.
     """
 
     __slots__ = (
@@ -139,19 +62,19 @@ class Plan(Entry):
         make, pool = self._make, self._pool
         if make is None or (self._watch_input and not _is_finite(args)):
             return eager(*args)
-        # Each concurrent call has a program of its own, since programs own their intermediates.
+        # Each concurrent call has a function of its own, since these own their intermediates.
         try:
-            program = pool.pop()
+            function = pool.pop()
         except IndexError:
-            program = make()
+            function = make()
         try:
-            result = program(*args)
+            result = function(*args)
             if self._restore is not None:
                 result = _restored(result, self._restore)
         except OtherForm:
             return eager(*args)
         finally:
-            pool.append(program)
+            pool.append(function)
         return result
 
 
@@ -172,13 +95,13 @@ def make_plan(
         args: copies: planning may overwrite them.
         expected: the model's own result for them.
         layouts: which to try between the layers.
-        measure: False takes the first layout that computes the right thing, and remembered candidates.
+        remembered, measure: see `Search`; without measuring, the first layout that computes the right thing is taken.
         in_use: other plans, whose packed weights must stay.
     """
     plans: dict[str, Plan] = {}
     for layout in layouts:
-        program.hold([*in_use, *plans.values()])
-        plan = _plan(program, args, expected, settings, remembered, layout, measure)
+        program.pin_packs([plan.candidates for plan in (*in_use, *plans.values())])
+        plan = _plan_with_layout(program, args, expected, Search(settings, remembered, measure), layout)
         if plan is not None:
             plans[layout] = plan
             if not measure:
@@ -191,67 +114,36 @@ def make_plan(
     timings = timed(functions, _ROUNDS, _DEADLINE_S)
     best = min(timings, key=lambda name: timings[name].p20_us)
     chosen = plans.get(best, Plan())
-    program.hold([*in_use, chosen])
+    program.pin_packs([plan.candidates for plan in (*in_use, chosen)])
     chosen.eager_us, chosen.frozen_us = timings["eager"].median_us, timings[best].median_us
     return chosen
 
 
-def _plan(
-    program: Program,
-    args: tuple[Any, ...],
-    expected: Any,
-    settings: Settings,
-    remembered: dict[Any, str],
-    layout: str,
-    measure: bool,
+class _Walk(NamedTuple):
+    """What a walk through the steps found: layers' candidates, the problems they pose, results on the meta device."""
+
+    candidates: dict[Step, Candidate]
+    problems: dict[Step, ConvProblem | None]
+    shapes: dict[fx.Node, Tensor]
+
+
+def _plan_with_layout(
+    program: Program, args: tuple[Any, ...], expected: Any, search: Search, layout: str
 ) -> Plan | None:
     """The plan with this layout between the layers; None if its result is not the expected one."""
-    traced = program.traced
-    values: dict[fx.Node, Any] = dict(zip(traced.inputs, args, strict=True))
-    candidates: dict[Step, Candidate] = {}
-    shapes: dict[fx.Node, Tensor] = {}
-    problems: dict[Step, ConvProblem | None] = {}
-    for i, step in enumerate(program.steps):
-        operands = fx.map_arg(step.args, values.__getitem__)
-        if step in program.layers:
-            x, residual = operands[0], operands[1] if len(operands) > 1 else None
-            if not _is_ours(x, step.kind) or not (residual is None or isinstance(residual, Tensor)):
-                return None
-            forth, back = _permutations(step)
-            if residual is not None:
-                residual = back(residual)
-            layer = program.layers[step]
-            problem = layer.problem(x)
-            problems[step] = None if problem is None else problem._replace(layout=layout)
-            candidate, y = layer.choose(x, residual, layout, settings, remembered, measure)
-            candidates[step], values[step.out] = candidate, forth(y)
-            shapes[step.out] = torch.empty_strided(y.shape, y.stride(), dtype=y.dtype, device="meta")
-        else:
-            values[step.out] = program.functions[step](*operands, **fx.map_arg(step.kwargs, values.__getitem__))
-        for node in _nodes((step.args, step.kwargs)):
-            if program.last_use[node] == i:
-                values.pop(node, None)
-    plan = Plan(layout)
-    running, runs = program, candidates
+    walk = _choose_each(program, args, search, layout)
+    if walk is None:
+        return None
+    running, runs = program, walk.candidates
     if layout == CHANNELS_LAST:
-        found = [
-            fuse(steps, program.layers, problems, candidates, settings, remembered, measure)
-            for steps in program.blocks()
-        ]
-        fused = [block for block in found if block is not None]
-        if fused:
-            for block in fused:
-                for step, pack in zip(block.steps, block.packs, strict=True):
-                    candidates[step] = replace(block.candidate, pack=pack)
-            running, one = program.with_blocks(fused)
-            runs = {**candidates, **one}
-    plan.candidates = candidates
-    plan.chosen = {step.target.name: candidate.name for step, candidate in candidates.items()}
-    plan._watch_input = any(candidate.wants_finite for candidate in candidates.values())
-    plan._make = lambda: _compiled(running, runs, shapes)
-    got = plan._make()(*args)
+        running, runs = _with_blocks(program, walk, search)
+    plan = Plan(layout)
+    plan.candidates = walk.candidates
+    plan.chosen = {step.target.name: candidate.name for step, candidate in walk.candidates.items()}
+    plan._watch_input = any(candidate.wants_finite for candidate in walk.candidates.values())
+    plan._make = lambda: running.compiled(runs, walk.shapes)
+    got_leaves, got_spec = pytree.tree_flatten(plan._make()(*args))
     want_leaves, want_spec = pytree.tree_flatten(expected)
-    got_leaves, got_spec = pytree.tree_flatten(got)
     if want_spec != got_spec or not all(map(_close, got_leaves, want_leaves)):
         return None
     forms = [(want.shape, want.stride()) if isinstance(want, Tensor) else None for want in want_leaves]
@@ -260,21 +152,47 @@ def _plan(
     return plan
 
 
+def _choose_each(program: Program, args: tuple[Any, ...], search: Search, layout: str) -> _Walk | None:
+    """Run the steps one by one and let each layer choose; None if a layer's operands are of a kind it does not take."""
+    values: dict[fx.Node, Any] = dict(zip(program.traced.inputs, args, strict=True))
+    walk = _Walk({}, {}, {})
+    for i, step in enumerate(program.steps):
+        operands = fx.map_arg(step.args, values.__getitem__)
+        layer = program.layers.get(step)
+        if layer is None:
+            values[step.out] = program.functions[step](*operands, **fx.map_arg(step.kwargs, values.__getitem__))
+        else:
+            x, residual = (*operands, None)[:2]
+            if not _is_ours(x, step.kind) or not (residual is None or isinstance(residual, Tensor)):
+                return None
+            forth, back = permutations(step)
+            problem = layer.problem(x)
+            walk.problems[step] = None if problem is None else problem._replace(layout=layout)
+            residual = None if residual is None else back(residual)
+            walk.candidates[step], y = layer.choose(x, residual, layout, search)
+            values[step.out] = forth(y)
+            walk.shapes[step.out] = torch.empty_strided(y.shape, y.stride(), dtype=y.dtype, device="meta")
+        for node in nodes_in((step.args, step.kwargs)):
+            if program.last_use[node] == i:
+                values.pop(node, None)
+    return walk
+
+
+def _with_blocks(program: Program, walk: _Walk, search: Search) -> tuple[Program, dict[Step, Candidate]]:
+    """The program with one step per block that is faster so, and its candidates; updates `walk.candidates`."""
+    found = (fuse(steps, program.layers, walk.problems, walk.candidates, search) for steps in program.blocks())
+    fused = [block for block in found if block is not None]
+    if not fused:
+        return program, walk.candidates
+    for block in fused:
+        for step, pack in zip(block.steps, block.packs, strict=True):
+            walk.candidates[step] = replace(block.candidate, pack=pack)
+    running, one = program.with_blocks(fused)
+    return running, {**walk.candidates, **one}
+
+
 def _is_ours(x: Any, kind: str) -> bool:
     return isinstance(x, Tensor) and (x.dim() == 4 if kind == "conv" else x.dim() > 1) and x.numel() > 0 and x.is_cpu
-
-
-def _permutations(step: Step) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-    """From a layer's result to the value of its step, and from the step's residual to the layer's."""
-    dims = getattr(step.target, "permuted", None)
-    if dims is None:
-        return _same, _same
-    inverse = tuple(sorted(range(len(dims)), key=dims.__getitem__))
-    return lambda t: t.permute(dims), lambda t: t.permute(inverse)
-
-
-def _same(t: Tensor) -> Tensor:
-    return t
 
 
 def _close(got: Any, want: Any) -> bool:
@@ -295,7 +213,7 @@ def _restored(result: Any, forms: list[tuple[torch.Size, tuple[int, ...]] | None
 
 
 def _with_form(t: Any, form: tuple[torch.Size, tuple[int, ...]] | None) -> Any:
-    """With these strides. Raises OtherForm where it does not have this shape."""
+    """With these strides. Raises OtherForm if it does not have this shape."""
     if form is None:
         return t
     if t.shape != form[0]:
@@ -311,122 +229,6 @@ def _is_finite(args: tuple[Any, ...]) -> bool:
         for t in args
         if isinstance(t, Tensor) and t.is_floating_point()
     )
-
-
-# ---- compiling ------------------------------------------------------------------------------------------------------
-
-
-def _nodes(arguments: Any) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    fx.map_arg(arguments, lambda node: found.append(node))
-    return found
-
-
-def _needed(traced: Traced) -> list[Step]:
-    """Without parameters that were read for what is now folded."""
-    used = set(_nodes((traced.result, [(step.args, step.kwargs) for step in traced.steps])))
-    return [step for step in traced.steps if step.kind != "attribute" or step.out in used]
-
-
-def _bound(step: Step, root: nn.Module) -> Callable[..., Any]:
-    if step.kind == "module":
-        module = root.get_submodule(step.target)
-        # Without hooks a call is its forward; that none were added is checked at every call of the whole.
-        if is_boundary(module):
-            return module
-        return mean_of(module) or module.forward
-    if step.kind == "method":
-        name = step.target
-        return lambda self, *args, **kwargs: getattr(self, name)(*args, **kwargs)
-    if step.kind == "attribute":
-        owner_name, _, attribute = step.target.rpartition(".")
-        owner = root.get_submodule(owner_name)
-        return lambda: getattr(owner, attribute)
-    return step.target  # type: ignore[no-any-return]
-
-
-def _compiled(program: Program, candidates: dict[Step, Candidate], shapes: dict[fx.Node, Tensor]) -> Callable[..., Any]:
-    """The steps as one Python function with intermediates of its own: not for two calls at a time."""
-    fixed = _fixed_results(program, candidates, shapes)
-    scope: dict[str, Any] = {}
-    names: dict[fx.Node, str] = {node: f"v{i}" for i, node in enumerate(program.traced.inputs)}
-    parameters = ", ".join(names.values())
-    lines = [f"def run({parameters}):"]
-    for i, step in enumerate(program.steps):
-        function: Callable[..., Any]
-        if step in candidates:
-            x, residual = (*step.args, None)[:2]
-            forth, back = _permutations(step)
-            if forth is _same:
-                function = candidates[step].bind(fixed.get(x), fixed.get(residual), fixed.get(step.out))  # type: ignore[arg-type]
-            else:
-                function = _permuting(candidates[step].bind(fixed.get(x), None, None), forth, back)  # type: ignore[arg-type]
-        else:
-            function = program.functions[step]
-        scope[f"f{i}"] = function
-        names[step.out] = f"r{i}"
-        arguments = [_source(a, names, scope) for a in step.args]
-        arguments += [f"{key}={_source(value, names, scope)}" for key, value in step.kwargs.items()]
-        lines.append(f"    r{i} = f{i}({', '.join(arguments)})")
-        # As in the model itself, memory is free after its last use.
-        dead = {names[node] for node in _nodes((step.args, step.kwargs)) if program.last_use[node] == i}
-        if step.out not in program.last_use:
-            dead.add(f"r{i}")
-        if dead:
-            lines.append(f"    del {', '.join(sorted(dead))}")
-    lines.append(f"    return {_source(program.traced.result, names, scope)}")
-    exec(compile("\n".join(lines), "<convselect.freeze>", "exec"), scope)
-    return scope["run"]  # type: ignore[no-any-return]
-
-
-def _permuting(run: Run, forth: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Run:
-    return lambda x, residual: forth(run(x, back(residual)))
-
-
-def _source(value: Any, names: dict[fx.Node, str], scope: dict[str, Any]) -> str:
-    """An expression for an argument; what is no value of the program becomes a global of the function."""
-    if isinstance(value, fx.Node):
-        return names[value]
-    if not _nodes(value):
-        name = f"c{len(scope)}"
-        scope[name] = value
-        return name
-    if isinstance(value, list | tuple):
-        inner = "".join(f"{_source(v, names, scope)}, " for v in value)
-        return f"[{inner}]" if isinstance(value, list) else f"({inner})"
-    if isinstance(value, dict):
-        inner = "".join(f"{k!r}: {_source(v, names, scope)}, " for k, v in value.items())
-        return f"{{{inner}}}"
-    assert isinstance(value, slice)
-    return f"slice({', '.join(_source(v, names, scope) for v in (value.start, value.stop, value.step))})"
-
-
-def _fixed_results(
-    program: Program, candidates: dict[Step, Candidate], shapes: dict[fx.Node, Tensor]
-) -> dict[fx.Node, Tensor]:
-    """Memory for the results that can be written to memory given beforehand, shared by those that are never alive
-    together. First fit in the order of the steps."""
-    fixed: dict[fx.Node, Tensor] = {}
-    free: list[Tensor] = []
-    held: dict[fx.Node, Tensor] = {}
-    for i, step in enumerate(program.steps):
-        permuted = getattr(step.target, "permuted", None) is not None
-        if step in candidates and candidates[step].writes_out and step.out in program.reusable and not permuted:
-            shape = shapes[step.out]
-            n_bytes = shape.numel() * shape.element_size()
-            fitting = [block for block in free if block.numel() >= n_bytes]
-            block = min(fitting, key=Tensor.numel) if fitting else _block(n_bytes)
-            free = [other for other in free if other is not block]
-            held[step.out] = block
-            fixed[step.out] = block[:n_bytes].view(shape.dtype).as_strided(shape.shape, shape.stride())
-        for node in {*_nodes((step.args, step.kwargs)), step.out}:
-            if node in held and program.last_use.get(node, i) <= i:
-                free.append(held.pop(node))
-    return fixed
-
-
-def _block(n_bytes: int) -> Tensor:
-    return torch.empty(-(-n_bytes // 64) * 64, dtype=torch.uint8, device="cpu")
 
 
 __all__ = ["CHANNELS_LAST", "CONTIGUOUS", "Plan", "Program", "make_plan"]

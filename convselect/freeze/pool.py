@@ -1,6 +1,6 @@
 """A global average pool of NHWC images in one small loop.
 
-Among other layers, with nothing of it in the caches, PyTorch's takes ten times as long as by itself.
+PyTorch's takes ten times as long between other layers, with nothing of it in the caches, as measured alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from convselect.kernels import _library
 def mean_of(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
     """A forward for an `nn.AdaptiveAvgPool2d` to one pixel; None for any other module.
 
-    It takes (N, C, H, W) float32 in channels_last order, and leaves all else to the module.
+    It computes (N, C, H, W) float32 in channels_last order itself, and calls the module's forward for anything else.
     """
     loaded = _library.library()
     if loaded is None or type(module) is not nn.AdaptiveAvgPool2d or module.output_size not in (1, (1, 1)):

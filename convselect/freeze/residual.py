@@ -1,48 +1,40 @@
 """Three frozen convolutions in one call of the C library: pointwise, depthwise, pointwise, with or without the first.
 
-This is MobileNetV2's inverted residual (Sandler et al. 2018, arXiv 1801.04381). What lies between its convolutions is
-several times as large as what goes in and comes out; computed some rows at a time, it never leaves the L2 cache.
-Whether that is faster than one call per layer is measured.
+This is MobileNetV2's inverted residual (Sandler et al. 2018, arXiv 1801.04381). The tensors between its convolutions
+are several times as large as input and output; computed some rows at a time, they never leave the L2 cache. Whether
+that is faster than one call per layer is measured.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
-from convselect.choice.choose import is_disabled
+from convselect.choice.budgets import is_disabled
+from convselect.freeze.candidates import Candidate, Form, Run, distance, fastest
 from convselect.freeze.capture import Step
 from convselect.freeze.conv import FrozenConv
-from convselect.freeze.layer import (
-    DEPTHWISE_PACKED,
-    DIRECT,
-    FORMATS,
-    Candidate,
-    Form,
-    FrozenLayer,
-    Run,
-    distance,
-    fastest,
-    pack_key,
-)
+from convselect.freeze.kernel import DEPTHWISE_PACKED, DIRECT, KernelCall
+from convselect.freeze.layer import FrozenLayer, Search
 from convselect.kernels import _library, depthwise
 from convselect.kernels._contract import Grade
-from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, canonical_strides
+from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem
 from convselect.settings import Settings
 
 NAME = "block"
 _ROUNDS = 15
 _DEADLINE_S = 0.25
-_TOLERANCE = 1.2e-5  # three layers of a direct sum's
+_TOLERANCE = 1.2e-5  # three times that of a direct sum
 
 
 class Fused(NamedTuple):
-    """A block that runs as one: its candidate stands for the last step, and the others hold what it needs packed."""
+    """A block that runs as one call: `candidate` is that of the last step; `packs` are the keys of the weight that each
+    step's layer packs for it."""
 
     steps: tuple[Step, ...]
     candidate: Candidate
@@ -52,15 +44,15 @@ class Fused(NamedTuple):
 def blocks(
     steps: Sequence[Step], layers: Mapping[Step, FrozenLayer], users: Mapping[fx.Node, Sequence[Step | None]]
 ) -> Iterator[tuple[Step, ...]]:
-    """(expand, depthwise, project) or (depthwise, project) where nothing else sees what is between them.
+    """(expand, depthwise, project) or (depthwise, project), if nothing else reads what is between them.
 
     Args:
-        users: value -> the steps that take it, and None where it is part of the result.
+        users: value -> the steps that read it, and None if it is part of the result.
     """
     makers = {step.out: step for step in layers}
 
     def only(step: Step) -> Step | None:
-        """The step that alone takes what this one makes, as its first argument only."""
+        """The step that alone reads this one's result, as its first argument only."""
         found = users.get(step.out, ())
         return found[0] if len(found) == 1 and found[0] is not None and found[0].args[0] is step.out else None
 
@@ -96,113 +88,95 @@ def fuse(
     layers: Mapping[Step, FrozenLayer],
     problems: Mapping[Step, ConvProblem | None],
     candidates: Mapping[Step, Candidate],
-    settings: Settings,
-    remembered: dict[Any, str],
-    measure: bool,
+    search: Search,
 ) -> Fused | None:
-    """The block in one call, if that computes the same and is faster than these candidates one by one."""
-    if any(is_disabled(name, settings.disabled) for name in ("direct", "depthwise")):
-        return None  # it is made of these two
-    posed = tuple(problems[step] for step in steps)
-    if any(p is None or p.dtype != "float32" or p.layout != CHANNELS_LAST for p in posed):
-        return None
-    *ahead, middle, last = (p._replace(weight_layout=CONTIGUOUS) for p in posed if p is not None)
-    if depthwise.packed_floats(middle) is None or not all(p.is_pointwise for p in (*ahead, last)):
-        return None
+    """The block as one call, if that computes the same and is faster than these candidates one by one."""
+    settings, remembered, measure = search
     parts = [layers[step] for step in steps]
+    posed = _problems(problems[step] for step in steps)
+    if posed is None or any(is_disabled(name, settings.disabled) for name in ("direct", "depthwise")):
+        return None  # blocks are made of these two
     key = (NAME, posed, tuple((layer.activation, layer.has_residual) for layer in parts), settings)
     known = remembered.get(key, None if measure else "apart")
     if known == "apart":
         return None
-    problems_ = (*ahead, middle, last)
-    fused = _fused(steps, parts, problems_, settings)
-    if fused is None:
-        return None
-    if known is None:
+    fused = _fused(steps, parts, posed, settings)
+    if fused is not None and known is None:
         runs = [candidates[step] for step in steps]
-        known = remembered[key] = _measured(fused.candidate, parts, runs, problems_)
-    if known == "apart":
-        for step, layer in zip(steps, parts, strict=True):
-            layer.settle(candidates[step].pack)
-        return None
+        remembered[key] = _measured(fused.candidate, parts, runs, posed)
+        if remembered[key] == "apart":
+            for layer, run in zip(parts, runs, strict=True):
+                layer.pin_chosen(run.pack)
+            return None
     return fused
+
+
+def _problems(posed: Iterable[ConvProblem | None]) -> tuple[ConvProblem, ...] | None:
+    """A block's problems, with contiguous weights; None if the C library does not take them as a block."""
+    problems: list[ConvProblem] = []
+    for problem in posed:
+        if problem is None or problem.dtype != "float32" or problem.layout != CHANNELS_LAST:
+            return None
+        problems.append(problem._replace(weight_layout=CONTIGUOUS))
+    *ahead, middle, last = problems
+    if depthwise.packed_floats(middle) is None or not all(p.is_pointwise for p in (*ahead, last)):
+        return None
+    return tuple(problems)
 
 
 def _fused(
     steps: tuple[Step, ...], parts: list[FrozenLayer], problems: tuple[ConvProblem, ...], settings: Settings
 ) -> Fused | None:
-    *ahead, middle, last = problems
-    *expand, deep, project = parts
-    kernels = (*(DIRECT for _ in ahead), DEPTHWISE_PACKED, DIRECT)
-    packs = tuple(pack_key(kernel, p) for kernel, p in zip(kernels, problems, strict=True))
-    loaded = _library.library()
-    assert loaded is not None
+    """The block as one call; None if that takes more scratch memory than the budget admits."""
+    middle = problems[-2]
     conv = ctypes.byref(_library._conv(middle, CHANNELS_LAST, CONTIGUOUS, middle.threads, _library.isa()))
-    codes = _library.ACTIVATIONS
-    block = _library.Block()
-    block.C, block.K = problems[0].C, last.K
-    block.expand_activation = codes[expand[0].activation] if expand else 0
-    block.taps_activation = codes[deep.activation]
-    block.expand = 1 if expand else None  # for the query, which asks no more than whether there is one
-    query = loaded.cs_block_bytes
-    query.argtypes, query.restype = (ctypes.c_void_p,) * 2, ctypes.c_int64
-    if not 0 <= query(conv, ctypes.byref(block)) <= settings.workspace_bytes:
+    if not 0 <= _scratch_bytes(conv, _structure(parts, problems, [1] * len(parts))) <= settings.workspace_bytes:
         return None
-    function = loaded["cs_block_frozen"]
-    function.argtypes, function.restype = (ctypes.c_void_p,) * 5, ctypes.c_int32
-    x_form, y_form = (
-        Form(torch.Size(shape), canonical_strides(shape, CHANNELS_LAST), torch.float32, FORMATS[CHANNELS_LAST])
-        for shape in (problems[0].x_shape, last.y_shape)
-    )
+    kernels = (*(DIRECT for _ in problems[:-2]), DEPTHWISE_PACKED, DIRECT)
+    x_form = Form.dense(problems[0].x_shape, CHANNELS_LAST, torch.float32)
+    y_form = Form.dense(problems[-1].y_shape, CHANNELS_LAST, torch.float32)
+    last = parts[-1]
 
     def native(x: Tensor, residual: Tensor | None) -> Tensor:
         for layer in parts[:-1]:
             x = layer.native(x)
-        return project.native(x, residual)
+        return last.native(x, residual)
 
-    def bind(fixed_x: Tensor | None, fixed_residual: Tensor | None, fixed_out: Tensor | None) -> Run:
-        held = [layer.packed_for(k, p) for layer, k, p in zip(parts, kernels, problems, strict=True)]
-        bias = [None if layer.bias_float32 is None else layer.bias_float32.data_ptr() for layer in parts]
-        pointers = [t.data_ptr() for t in held]
-        if expand:
-            block.expand, block.expand_bias = pointers[0], bias[0]
-        block.taps, block.taps_bias, block.project = pointers[-2], bias[-2], pointers[-1]
-        # It belongs to this function alone: its residual changes from call to call.
-        epilogue = _library.Epilogue(bias[-1], None, codes[project.activation], 0)
-        if fixed_residual is not None:
-            epilogue.residual = fixed_residual.data_ptr()
-        own, end = ctypes.byref(block), ctypes.byref(epilogue)
-        if fixed_x is not None and fixed_out is not None and (fixed_residual is not None or not project.has_residual):
-            arguments = (conv, own, fixed_x.data_ptr(), fixed_out.data_ptr(), end)
+    def bind(x: Tensor | None, residual: Tensor | None, out: Tensor | None) -> Run:
+        weights = [layer.packed_for(k, p) for layer, k, p in zip(parts, kernels, problems, strict=True)]
+        block = _structure(parts, problems, [t.data_ptr() for t in weights])
+        function, leading = _library._function("cs_block_frozen", 0), (conv, ctypes.byref(block))
+        call = KernelCall(function, leading, (), weights, last, native, x_form, y_form)
+        return call.bind(x, residual, out)
 
-            def run_fixed(x: Tensor, residual: Tensor | None = None, held: Any = held) -> Tensor:
-                if function(*arguments) != _library.OK:
-                    fixed_out.copy_(native(x, residual))
-                return fixed_out
+    packs = tuple(kernel.pack_key(p) for kernel, p in zip(kernels, problems, strict=True))
+    return Fused(steps, Candidate(NAME, Grade.DIRECT, bind, packs[-1], True), packs)
 
-            return run_fixed
-        new = y_form.new
 
-        def run(x: Tensor, residual: Tensor | None = None, held: Any = held) -> Tensor:
-            x = x_form.of(x)
-            if residual is not None:
-                residual = y_form.of(residual)
-                epilogue.residual = residual.data_ptr()
-            out = fixed_out if fixed_out is not None else new()
-            if function(conv, own, x.data_ptr(), out.data_ptr(), end) != _library.OK:
-                out.copy_(native(x, residual))
-            return out
+def _structure(parts: list[FrozenLayer], problems: tuple[ConvProblem, ...], weights: list[int]) -> _library.Block:
+    """The structure for the C library, with these addresses of packed weights."""
+    biases = [None if layer.bias_float32 is None else layer.bias_float32.data_ptr() for layer in parts]
+    activations = [_library.ACTIVATIONS[layer.activation] for layer in parts]
+    block = _library.Block(C=problems[0].C, K=problems[-1].K, taps_activation=activations[-2])
+    block.taps, block.taps_bias, block.project = weights[-2], biases[-2], weights[-1]
+    if len(parts) == 3:
+        block.expand, block.expand_bias, block.expand_activation = weights[0], biases[0], activations[0]
+    return block
 
-        return run
 
-    candidate = Candidate(NAME, Grade.DIRECT, bind, packs[-1], True)
-    return Fused(steps, candidate, packs)
+def _scratch_bytes(conv: Any, block: _library.Block) -> int:
+    """Negative if the C library does not take this block. Which addresses are set matters here, their values do not."""
+    loaded = _library.library()
+    assert loaded is not None
+    query = loaded.cs_block_bytes
+    query.argtypes, query.restype = (ctypes.c_void_p,) * 2, ctypes.c_int64
+    return query(conv, ctypes.byref(block))  # type: ignore[no-any-return]
 
 
 def _measured(
     block: Candidate, parts: list[FrozenLayer], candidates: list[Candidate], problems: tuple[ConvProblem, ...]
 ) -> str:
-    """ "block" or "apart", on random operands in memory of their own."""
+    """Measure on random operands: NAME or "apart"."""
     generator = torch.Generator().manual_seed(0)
 
     def made(shape: Sequence[int]) -> Tensor:

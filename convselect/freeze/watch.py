@@ -1,17 +1,17 @@
-"""Noticing that a tensor which something was derived from has changed.
+"""Detecting changes of tensors that folded weights were derived from.
 
-Three nets, each for what the one before lets through:
+Three checks, each for what the one before misses:
 
-1. Exact, at every call: which tensor is registered under the name, and its version counter. Catches assignments,
-   state_dict loads, optimizer steps, and everything in place.
-2. At every call for weights, at every eighth for the (small) rest: the address of the memory, and one element of it.
-   Catches `.data = other`, and, as a rule, whatever rewrites a whole tensor behind the version counter: `.data.copy_`,
-   `.data.mul_`, writes through NumPy.
+1. At every call, exact: which tensor is registered under the name, and its version counter. Catches assignments,
+   state_dict loads, optimizer steps, and all operations in place.
+2. At every call for weights, at every eighth for the (small) other tensors: the address of the memory, and one element
+   of it. Catches `.data = other` and usually whatever rewrites a whole tensor without moving the version counter:
+   `.data.copy_`, `.data.mul_`, writes through NumPy.
 3. At every call one chunk of 64 KiB, in turn, by its sum as 64-bit integers. Catches any other write within as many
    calls as there are chunks, unless it leaves the sum the same.
 
-A run of the network leaves nothing of this in the caches, neither data nor code, and the less of both there is the
-better: memory is read by the C library where there is one.
+After a run of the network nothing of this is in the caches, neither data nor code, so both are kept small: the C
+library reads the memory if it is available.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _data_ptr: Any = Tensor.data_ptr
 
 @functools.cache
 def _c_functions() -> tuple[Any, Any] | None:
-    """`cs_same` and `cs_sum`, where the library is."""
+    """`cs_same` and `cs_sum`; None if there is no C library."""
     loaded = _library.library()
     if loaded is None:
         return None
@@ -50,16 +50,16 @@ def _c_functions() -> tuple[Any, Any] | None:
 
 
 def _summing(words: Any) -> Callable[[], int]:
-    """A function for the sum of these words, modulo 2^64; it holds their memory."""
+    """A function for the sum of these words, modulo 2^64; it keeps their memory alive."""
     functions = _c_functions()
     if functions is None or words.itemsize != 8:
         return lambda: int(np.add.reduce(words))
     total, pointer, count = functions[1], ctypes.c_void_p(words.ctypes.data), ctypes.c_int64(words.size)
-    return lambda held=words: total(pointer, count)  # type: ignore[misc]
+    return lambda owner=words: total(pointer, count)  # type: ignore[misc]
 
 
 class _Samples:
-    """One element of each of some tensors, in parallel lists: read at every call."""
+    """One element per tensor, in parallel lists."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
@@ -81,7 +81,7 @@ class _Samples:
         return [memory[at] for memory, at in self.elements] == self.values
 
     def complete(self) -> None:
-        """All are added."""
+        """To be called after the last `add`."""
         functions, elements = _c_functions(), self.elements
         if functions is None or any(memory.itemsize != 8 for memory, _ in elements):
             return
@@ -91,7 +91,7 @@ class _Samples:
         self.same = lambda: bool(same(lines, values, count))
 
     def changed(self) -> set[int]:
-        # The old memory is still held here, so that reading it is safe wherever the tensor has gone.
+        # `elements` keeps the old memory alive, so reading it is safe even if the tensor has moved.
         addresses = list(map(_data_ptr, self.tensors))
         if addresses == self.addresses and self.same():
             return set()
@@ -112,7 +112,7 @@ class _Chunk(NamedTuple):
 
 
 class Watch:
-    """The state of some groups of tensors, each named by the dictionary that holds it and its key there."""
+    """The state of groups of tensors, each named by the dictionary that holds it and its key there."""
 
     def __init__(self, groups: list[list[Source]]) -> None:
         self._groups = groups
@@ -124,10 +124,10 @@ class Watch:
         self._look()
 
     def _look(self) -> None:
-        # Versions first: a write while the rest is read is then noticed at the next call.
+        # Versions first: a write during what follows is then noticed at the next call.
         tensors = [owner[key] for owner, key, _ in self._sources]
         self._saved = [dict(owner) for owner in self._live]
-        # Dictionaries are compared by identity of their values first, and a lone number by value if that fails.
+        # Comparing dictionaries compares values by identity first; if that differs, one-element tensors by value.
         named = zip(self._sources, tensors, strict=True)
         self._lone = [(owner, key, t) for (owner, key, _), t in named if t.numel() == 1]
         self._tensors = [t for t in tensors if not t.is_inference()]
@@ -147,17 +147,17 @@ class Watch:
             samples.complete()
 
     def covers(self, groups: list[list[Source]]) -> bool:
-        """Whether these are the very tensors that are watched, by owner and name."""
+        """Whether these are the tensors that are watched, by owner and name."""
         return [[(id(owner), key) for owner, key in g] for g in groups] == [
             [(id(owner), key) for owner, key in g] for g in self._groups
         ]
 
     def changed(self) -> set[int]:
-        """Groups found to have changed, by what this call looks at; they stay changed until `accept`."""
+        """Groups that have changed, by the checks of this call; they stay changed until `accept`."""
         found: set[int] = set()
         try:
             same = self._live == self._saved
-        except (RuntimeError, TypeError, ValueError):  # tensors that are not the same are compared, and do not say
+        except (RuntimeError, TypeError, ValueError):  # tensors that differ were compared element by element
             same = False
         if not same or any(owner.get(key) is not t for owner, key, t in self._lone):
             return set(range(len(self._groups)))
@@ -173,14 +173,14 @@ class Watch:
         return found
 
     def changed_anywhere(self) -> set[int]:
-        """As `changed`, but looks at everything."""
+        """As `changed`, by all checks."""
         found = self.changed()
         for samples in self._by_turn:
             found |= samples.changed()
         return found | {group for summed, total, group in self._chunks if summed() != total}
 
     def accept(self) -> None:
-        """Take the present state as the one to compare with."""
+        """Compare with the present state from now on."""
         self._look()
 
     def _by_version(self) -> set[int]:
@@ -189,7 +189,7 @@ class Watch:
 
 
 def _words(t: Tensor) -> Any:
-    """The memory a tensor spans, as 64-bit integers where its length allows, else as bytes."""
+    """The memory that a tensor spans, as 64-bit integers if its length allows, else as bytes."""
     t = t.detach()
     if t.numel() == 0:
         return np.empty(0, np.uint64)

@@ -7,11 +7,11 @@
 input is (N, C, H, W), weight (K, C / groups, R, S), y and grad_output (N, K, P, Q), bias (K,); `padding` is per side
 (top, bottom, left, right). `algorithm` names what runs; "" leaves the choice to the run. `conv2d` also carries the
 names for its two backward directions. `settings` are policy and budgets as `str(settings)` writes them; "" means those
-in force when the operator runs. An algorithm that is named but fails, or does not apply where the graph runs, is
-one warning and a native result, unless the policy names it: then its error is raised.
+in force when the operator runs. An algorithm that is named but fails, or does not apply on the machine that runs the
+graph, is one warning and a native result, unless the policy names it: then its error is raised.
 
 Results have aten's strides, and so have the fakes. The operators are closed under differentiation (see `_autograd`);
-where a direction is native, autograd emits aten's own operator instead of ours. They are registered through
+if a direction is native, autograd emits aten's own operator instead of ours. They are registered through
 `torch.library.Library` because `torch.library.custom_op` costs several times as much per call.
 
 FLOP formulas are registered once `torch.utils.flop_counter` is loaded, as compiling and exporting do: importing it here
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from convselect.choice.choose import NATIVE
-from convselect.graph.run import Geometry, Sizes, Target, aten, aten_backward, outline, plans, run
+from convselect.graph.run import OpGeometry, Sizes, Target, aten, aten_backward, outline, plans, run
 from convselect.problem import Direction
 
 __all__ = ["conv2d", "conv2d_grad_input", "conv2d_grad_weight", "plans", "register_flop_formulas"]
@@ -60,14 +60,14 @@ def _conv2d(
     input: Tensor, weight: Tensor, bias: Tensor | None, stride: Sizes, padding: Sizes, dilation: Sizes, groups: int,
     algorithm: str = "", grad_input: str = "", grad_weight: str = "", settings: str = "",
 ) -> Tensor:  # fmt: skip
-    return run(FORWARD, input, weight, None, Geometry(stride, padding, dilation, groups), algorithm, settings, bias)
+    return run(FORWARD, input, weight, None, OpGeometry(stride, padding, dilation, groups), algorithm, settings, bias)
 
 
 def _conv2d_grad_input(
     grad_output: Tensor, weight: Tensor, input_size: Sizes, input_stride: Sizes, stride: Sizes, padding: Sizes,
     dilation: Sizes, groups: int, algorithm: str = "", settings: str = "",
 ) -> Tensor:  # fmt: skip
-    geometry = Geometry(stride, padding, dilation, groups)
+    geometry = OpGeometry(stride, padding, dilation, groups)
     return run(BACKWARD_DATA, grad_output, weight, Target(input_size, input_stride), geometry, algorithm, settings)
 
 
@@ -75,7 +75,7 @@ def _conv2d_grad_weight(
     input: Tensor, grad_output: Tensor, weight_size: Sizes, weight_stride: Sizes, stride: Sizes, padding: Sizes,
     dilation: Sizes, groups: int, algorithm: str = "", settings: str = "",
 ) -> Tensor:  # fmt: skip
-    geometry = Geometry(stride, padding, dilation, groups)
+    geometry = OpGeometry(stride, padding, dilation, groups)
     return run(BACKWARD_WEIGHT, input, grad_output, Target(weight_size, weight_stride), geometry, algorithm, settings)
 
 
@@ -83,14 +83,14 @@ def _fake_conv2d(
     input: Tensor, weight: Tensor, bias: Tensor | None, stride: Sizes, padding: Sizes, dilation: Sizes, groups: int,
     *_: str,
 ) -> Tensor:  # fmt: skip
-    return outline(FORWARD, input, weight, None, Geometry(stride, padding, dilation, groups), bias)
+    return outline(FORWARD, input, weight, None, OpGeometry(stride, padding, dilation, groups), bias)
 
 
 def _fake_grad_input(
     grad_output: Tensor, weight: Tensor, size: Sizes, strides: Sizes, stride: Sizes, padding: Sizes, dilation: Sizes,
     groups: int, *_: str,
 ) -> Tensor:  # fmt: skip
-    geometry = Geometry(stride, padding, dilation, groups)
+    geometry = OpGeometry(stride, padding, dilation, groups)
     return outline(BACKWARD_DATA, grad_output, weight, Target(size, strides), geometry)
 
 
@@ -98,7 +98,7 @@ def _fake_grad_weight(
     input: Tensor, grad_output: Tensor, size: Sizes, strides: Sizes, stride: Sizes, padding: Sizes, dilation: Sizes,
     groups: int, *_: str,
 ) -> Tensor:  # fmt: skip
-    geometry = Geometry(stride, padding, dilation, groups)
+    geometry = OpGeometry(stride, padding, dilation, groups)
     return outline(BACKWARD_WEIGHT, input, grad_output, Target(size, strides), geometry)
 
 
@@ -122,7 +122,7 @@ class _Conv2d(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, keyset: Any, input: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry,
+        ctx: Any, keyset: Any, input: Tensor, weight: Tensor, bias: Tensor | None, geometry: OpGeometry,
         algorithm: str, grad_input: str, grad_weight: str, settings: str,
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(input, weight)
@@ -165,7 +165,7 @@ def _autograd_conv2d(
 ) -> Tensor:  # fmt: skip
     tensors = (input, weight) if bias is None else (input, weight, bias)
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        geometry = Geometry(stride, padding, dilation, groups)
+        geometry = OpGeometry(stride, padding, dilation, groups)
         return _Conv2d.apply(  # type: ignore[no-any-return]
             keyset, input, weight, bias, geometry, algorithm, grad_input, grad_weight, settings
         )
@@ -182,7 +182,7 @@ _library.impl("conv2d", _autograd_conv2d, "Autograd", with_keyset=True)
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     a, b, _, _, *geometry, _, ctx.settings = inputs
     ctx.save_for_backward(a, b)
-    ctx.geometry = Geometry(*geometry)
+    ctx.geometry = OpGeometry(*geometry)
 
 
 def _grad_input_backward(ctx: Any, gg: Tensor) -> tuple[Tensor | None, ...]:
@@ -233,7 +233,7 @@ def _vmap_conv2d(
     chosen does not speak for it, so that the choice is left to the run."""
     x_dim, weight_dim, bias_dim, *_ = in_dims
     B = info.batch_size
-    geometry = Geometry(stride, padding, dilation, groups)
+    geometry = OpGeometry(stride, padding, dilation, groups)
     if weight_dim is None and x_dim is not None:
         folded = input.movedim(x_dim, 0).flatten(0, 1)
         y = conv2d(folded, weight, None, *geometry, settings=settings).unflatten(0, (B, -1))
@@ -257,7 +257,7 @@ def _vmap_grad_input(
     y_dim, weight_dim, *_ = in_dims
     B = info.batch_size
     N, C, H, W = size
-    geometry = Geometry(stride, padding, dilation, groups)
+    geometry = OpGeometry(stride, padding, dilation, groups)
     if weight_dim is None:
         size = (B * N, C, H, W)
         folded = grad_output.movedim(y_dim, 0).flatten(0, 1)
@@ -279,7 +279,7 @@ def _vmap_grad_weight(
     B = info.batch_size
     K, *rest = size
     size = (B * K, *rest)
-    wide = Geometry(stride, padding, dilation, B * groups)
+    wide = OpGeometry(stride, padding, dilation, B * groups)
     input, grad_output = _batch_into_channels(input, x_dim, B), _batch_into_channels(grad_output, y_dim, B)
     result = conv2d_grad_weight(input, grad_output, size, _contiguous(size), *wide, settings=settings)
     return result.unflatten(0, (B, K)), 0

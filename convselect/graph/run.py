@@ -13,7 +13,9 @@ from convselect import settings as _settings
 from convselect.aten.arguments import problem_of, valid
 from convselect.aten.strides import result_strides
 from convselect.choice.choose import NATIVE, Choice, forced
-from convselect.eager.execution import choice_for, execute, params_of
+from convselect.eager.execute import execute
+from convselect.eager.resolve import choice_for, params_of
+from convselect.kernels import _cuda_flags
 from convselect.kernels.pool import BY_NAME
 from convselect.lru import LRU, Entry, on_clear
 from convselect.problem import ConvProblem, Direction, layout_of
@@ -23,7 +25,7 @@ from convselect.warnings import warn_once
 Sizes = Sequence[int]
 
 
-class Geometry(NamedTuple):
+class OpGeometry(NamedTuple):
     """As the operators take it: `padding` is per side (top, bottom, left, right)."""
 
     stride: Sizes
@@ -39,7 +41,7 @@ class Target(NamedTuple):
     stride: Sizes
 
 
-class _Plan(Entry):
+class _Prepared(Entry):
     """One kind of operator call: its problem, the strides of the result, and what runs."""
 
     __slots__ = ("choice", "problem", "strides")
@@ -59,16 +61,12 @@ _mkldnn_enabled: Any = torch._C._get_mkldnn_enabled
 _fp32_precision: Any = torch._C._get_fp32_precision_getter
 
 
-def _cuda_flags() -> tuple[bool, bool]:
-    return torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic
-
-
 def run(
     direction: Direction,
     a: Tensor,
     b: Tensor,
     target: Target | None,
-    geometry: Geometry,
+    geometry: OpGeometry,
     algorithm: str,
     settings: str,
     bias: Tensor | None = None,
@@ -81,27 +79,27 @@ def run(
         target and (*target.size, *target.stride), *stride, *padding, *dilation, groups, algorithm, in_force,
         # What may change between two runs of a graph.
         _threads(), _deterministic(), _mkldnn_enabled(),
-        _fp32_precision("mkldnn", "conv") if a.is_cpu else _cuda_flags(),
+        _fp32_precision("mkldnn", "conv") if a.is_cpu else _cuda_flags.state(),
     )  # fmt: skip
-    plan = plans.entries.get(key)
-    if plan is None:
+    prepared = plans.entries.get(key)
+    if prepared is None:
         x, weight = _operands(direction, a, b, target)
         found = _posed(direction, a, x, weight, geometry)
         if found is None:
             return aten(direction, a, b, target, geometry, bias)
         problem, strides = found
-        plan = _Plan(problem, strides, _choice(problem, algorithm, in_force))
-        plans.put(key, plan)
+        prepared = _Prepared(problem, strides, _choice(problem, algorithm, in_force))
+        plans.put(key, prepared)
     else:
-        plan.age = plans.clock
-    return execute(plan.choice, a, b, plan.problem, plan.strides, bias)
+        prepared.age = plans.clock
+    return execute(prepared.choice, a, b, prepared.problem, prepared.strides, bias)
 
 
 def outline(
-    direction: Direction, a: Tensor, b: Tensor, target: Target | None, geometry: Geometry, bias: Tensor | None = None
+    direction: Direction, a: Tensor, b: Tensor, target: Target | None, geometry: OpGeometry, bias: Tensor | None = None
 ) -> Tensor:
     """The result's size, strides and dtype: what `run` returns, without the values. With symbolic sizes aten's own
-    answer, which differs at most where a dimension has size one."""
+    answer, which differs at most if a dimension has size one."""
     numbers = (
         *a.shape,
         *a.stride(),
@@ -114,12 +112,7 @@ def outline(
         found = _posed(direction, a, x, weight, geometry)
         if found is not None:
             problem, strides = found
-            size = {
-                Direction.FORWARD: problem.y_shape,
-                Direction.BACKWARD_DATA: problem.x_shape,
-                Direction.BACKWARD_WEIGHT: problem.weight_shape,
-            }[direction]
-            return a.new_empty_strided(size, strides)
+            return a.new_empty_strided(problem.result_shape, strides)
     return aten(direction, a, b, target, geometry, bias)
 
 
@@ -132,15 +125,16 @@ def _operands(direction: Direction, a: Tensor, b: Tensor, target: Target | None)
 
 
 def _posed(
-    direction: Direction, streamed: Tensor, x: Tensor, weight: Tensor, geometry: Geometry
+    direction: Direction, streamed: Tensor, x: Tensor, weight: Tensor, geometry: OpGeometry
 ) -> tuple[ConvProblem, tuple[int, ...]] | None:
-    """The problem and the strides of its result; None where aten would refuse, or there is nothing to compute."""
+    """The problem and the strides of its result; None if aten would refuse, or there is nothing to compute."""
     stride, (top, bottom, left, right), dilation, groups = geometry
-    problem = problem_of(x, weight, tuple(stride), (0, 0), tuple(dilation), groups)
+    call = (tuple(stride), (0, 0), tuple(dilation), groups)
+    problem = problem_of(x, weight, call)
     if problem is None:
         return None
     problem = problem._replace(pad_top=top, pad_bottom=bottom, pad_left=left, pad_right=right)
-    if not valid(problem, x, weight, None, geometry.padding, cast=False):
+    if not valid(problem, x, weight, None, call, cast=False):
         return None
     strides = result_strides(x, weight, problem)
     if direction == Direction.FORWARD:
@@ -151,7 +145,7 @@ def _posed(
 
 
 def _choice(problem: ConvProblem, algorithm: str, settings: Settings) -> Choice:
-    """The algorithm named, where it applies: the machine may be another than the one that traced."""
+    """The algorithm named, if it applies: the machine may be another than the one that traced."""
     if not algorithm:
         return choice_for(problem, settings)
     if settings.policy == algorithm:
@@ -168,7 +162,7 @@ def _choice(problem: ConvProblem, algorithm: str, settings: Settings) -> Choice:
 
 
 def aten(
-    direction: Direction, a: Tensor, b: Tensor, target: Target | None, geometry: Geometry, bias: Tensor | None = None
+    direction: Direction, a: Tensor, b: Tensor, target: Target | None, geometry: OpGeometry, bias: Tensor | None = None
 ) -> Tensor:
     """One direction by aten's operators: differentiable, traceable, and with aten's errors."""
     if direction == Direction.FORWARD:
@@ -183,8 +177,8 @@ def aten(
     return aten_backward(b, a, other, geometry, (False, True))[1]  # type: ignore[no-any-return]
 
 
-def aten_backward(grad_y: Tensor, x: Tensor, weight: Tensor, geometry: Geometry, needed: tuple[bool, bool]) -> Any:
-    """(grad_x, grad_weight) by one call of aten's operator, None where not needed."""
+def aten_backward(grad_y: Tensor, x: Tensor, weight: Tensor, geometry: OpGeometry, needed: tuple[bool, bool]) -> Any:
+    """(grad_x, grad_weight) by one call of aten's operator, None if not needed."""
     even, rest = _split(geometry.padding)
     if rest is not None:
         x = F.pad(x, rest)

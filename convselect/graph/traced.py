@@ -1,8 +1,8 @@
 """Choice at trace time: what a call becomes in the graph that torch.compile or torch.export makes of it.
 
 Sizes and strides are numbers while a graph with static shapes is traced, so the choice is made there and then, for the
-forward and both backward directions; the graph holds aten's own convolution where all of them are native, and the
-operator of `ops` with the names chosen where one is not. A symbolic size stands for sizes to come: then the sizes at
+forward and both backward directions; the graph holds aten's own convolution if all of them are native, and the
+operator of `ops` with the names chosen if one is not. A symbolic size stands for sizes to come: then the sizes at
 hand decide between aten's convolution and the operator that chooses when it runs.
 
 Dynamo calls `_look` and `_verdict` while it traces and compiles neither. This module is imported by the first trace,
@@ -24,10 +24,10 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
 from convselect import settings as _settings
-from convselect.aten.arguments import autocast_dtype, cast_like_autocast, problem_of, valid, y_layout
-from convselect.aten.autograd import in_functorch
+from convselect.aten.arguments import Geometry, autocast_dtype, cast_like_autocast, problem_of, valid, y_layout
+from convselect.aten.strides import in_functorch
 from convselect.choice.choose import NATIVE
-from convselect.eager.execution import choice_for
+from convselect.eager.resolve import choice_for
 from convselect.graph import ops
 from convselect.kernels._contract import NotApplicable
 from convselect.kernels.pool import BY_NAME
@@ -47,15 +47,14 @@ and U-Net, whose layers are predicted at 1.7 to 2.7, at 1.8 and 2.2 (`python -m 
 _seen = threading.local()
 
 
-def conv2d(
-    x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any, groups: int, policy: Any
-) -> Tensor:
-    """As `dispatch.conv2d`; dynamo traces this. An export that runs the code on fake tensors calls it."""
-    if not torch.compiler.is_dynamo_compiling():
-        found = verdict(x, weight, bias, stride, padding, dilation, groups, policy)
-        return _carried_out(found, x, weight, bias, stride, padding, dilation, groups)
-    comptime(_look)
-    return _carried_out(_verdict(), x, weight, bias, stride, padding, dilation, groups)
+def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, policy: Any) -> Tensor:
+    """As `dispatch.conv2d`. Dynamo traces this; an export that runs the code on fake tensors calls it."""
+    if torch.compiler.is_dynamo_compiling():
+        comptime(_look)
+        found = _verdict()
+    else:
+        found = verdict(x, weight, bias, geometry, policy)
+    return _carried_out(found, x, weight, bias, geometry)
 
 
 def _look(context: Any) -> None:
@@ -68,13 +67,11 @@ def _look(context: Any) -> None:
     except Exception:
         return  # no tensors: what is wrong with that is for aten to say
     try:
-        stride, padding, dilation, groups = (
-            context.get_local(name).as_python_constant() for name in ("stride", "padding", "dilation", "groups")
-        )
+        geometry = context.get_local("geometry").as_python_constant()
     except Exception:
         _seen.verdict = _left_to_pytorch(_in_force(policy), "strides and paddings of symbolic size")
         return
-    _seen.verdict = verdict(x, weight, bias, stride, padding, dilation, groups, policy)
+    _seen.verdict = verdict(x, weight, bias, geometry, policy)
 
 
 def _is_none(variable: Any) -> bool:
@@ -109,7 +106,7 @@ def _settled() -> bool:
 _settled = torch.compiler.assume_constant_result(_settled)
 
 
-def _carried_out(verdict: Verdict, x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
+def _carried_out(verdict: Verdict, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
     if verdict[0] == "native":
         return torch.conv2d(x, weight, bias, *geometry)
     if verdict[0] == "refused":
@@ -130,9 +127,7 @@ def _carried_out(verdict: Verdict, x: Tensor, weight: Tensor, bias: Tensor | Non
 # ---- the verdict ----------------------------------------------------------------------------------------------------
 
 
-def verdict(
-    x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, groups: Any, policy: str | None
-) -> Verdict:
+def verdict(x: Any, weight: Any, bias: Any, geometry: Geometry, policy: str | None) -> Verdict:
     """What this call becomes; reads sizes, strides, dtypes and who requires a gradient, and guards on nothing."""
     settings = _in_force(policy)
     if settings.policy == NATIVE and not settings.batch_invariant:
@@ -156,7 +151,7 @@ def verdict(
             torch.empty_strided(size, strides, dtype=t.dtype, device=t.device)
             for t, (size, strides, _) in zip(tensors, numbers, strict=True)
         ]
-        return _of_stand_ins(stand_ins, needs, (stride, padding, dilation, groups), settings, dynamic=dynamic)
+        return _of_stand_ins(stand_ins, needs, geometry, settings, dynamic=dynamic)
 
 
 def _in_force(policy: str | None) -> _settings.Settings:
@@ -171,7 +166,7 @@ def _left_to_pytorch(settings: _settings.Settings, what: str) -> Verdict:
 
 
 def _numbers(t: Any) -> tuple[list[int], list[int], bool] | None:
-    """(sizes, strides, whether any is symbolic), with the numbers at hand for symbolic ones; None where there are
+    """(sizes, strides, whether any is symbolic), with the numbers at hand for symbolic ones; None if there are
     none."""
     numbers: list[int] = []
     symbolic = False
@@ -193,21 +188,20 @@ def _hint(n: Any) -> int | None:
 def _of_stand_ins(
     stand_ins: Sequence[Tensor],
     needs: Sequence[bool],
-    geometry: tuple[Any, Any, Any, Any],
+    geometry: Geometry,
     settings: _settings.Settings,
     *,
     dynamic: bool,
 ) -> Verdict:
     x, weight, *rest = stand_ins
     bias = rest[0] if rest else None
-    stride, padding, dilation, groups = geometry
     if x.dim() == 3 and weight.dim() == 4:
         x = x.unsqueeze(0)
     cast = autocast_dtype(x)
     if cast:
         x, weight = cast_like_autocast(x, cast), cast_like_autocast(weight, cast)
-    problem = problem_of(x, weight, stride, padding, dilation, groups)
-    if problem is None or not valid(problem, x, weight, bias, padding, cast=bool(cast)):
+    problem = problem_of(x, weight, geometry)
+    if problem is None or not valid(problem, x, weight, bias, geometry, cast=bool(cast)):
         if x.dtype not in DTYPE_NAMES and settings.policy in BY_NAME:
             return ("refused", f"{settings.policy} cannot do this convolution: it computes floats, not {x.dtype}")
         return _NATIVE
@@ -224,7 +218,7 @@ def _of_stand_ins(
         names = ("", "", "")
     sides = (problem.pad_top, problem.pad_bottom, problem.pad_left, problem.pad_right)
     to = cast if isinstance(cast, torch.dtype) else None
-    return ("operator", to, problem.stride, sides, problem.dilation, groups, names, str(settings))
+    return ("operator", to, problem.stride, sides, problem.dilation, problem.groups, names, str(settings))
 
 
 def _names(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from convselect.problem import CHANNELS_LAST, ConvProblem
 
@@ -18,7 +17,7 @@ def compute_element_bytes(problem: ConvProblem) -> int:
 
 
 def cast_bytes(problem: ConvProblem, *element_counts: int) -> int:
-    """Bytes of float32 copies of operands with so many elements; 0 where the problem is not 16-bit."""
+    """Bytes of float32 copies of operands with these numbers of elements; 0 if the problem is not 16-bit."""
     return 0 if problem.element_bytes > 2 else 4 * sum(element_counts)
 
 
@@ -26,9 +25,12 @@ def memory_format(problem: ConvProblem) -> torch.memory_format:
     return torch.channels_last if problem.layout == CHANNELS_LAST else torch.contiguous_format
 
 
-def flipped_transposed(weight: Tensor, groups: int) -> Tensor:
-    """The weight whose *forward* convolution is the data gradient at stride 1: (K, C/G, R, S) -> (C, K/G, R, S), taps
-    rotated by 180 degrees, input and output channels exchanged within each group."""
-    K, c_per_group, R, S = weight.shape
-    grouped = weight.reshape(groups, K // groups, c_per_group, R, S).transpose(1, 2)
-    return grouped.reshape(groups * c_per_group, K // groups, R, S).flip(2, 3)
+def why_not_depthwise(what: str, problem: ConvProblem) -> str | None:
+    """Why `what`, an algorithm for depthwise convolutions, does not apply: a sentence, None if it does."""
+    if problem.is_depthwise:
+        return None
+    return f"{what} needs one input channel per group and several groups; this is not a depthwise convolution."
+
+
+def strides(problem: ConvProblem) -> str:
+    return f"stride {problem.stride_h}x{problem.stride_w}"

@@ -1,5 +1,5 @@
 """What every algorithm in the pool promises. A new algorithm is one file that implements this and one line in
-`kernels/__init__.py`; dispatch, tests, collector and benchmarks find it from there."""
+`kernels/pool.py`; dispatch, tests, collector and benchmarks find it from there."""
 
 from __future__ import annotations
 
@@ -30,6 +30,9 @@ class Grade(enum.IntEnum):
     LOOSE = 2  # at most 2e-5
 
 
+GRADE_OF_PRECISION = {"exact": Grade.DIRECT, "native": Grade.CLOSE, "fast": Grade.LOOSE}
+
+
 class NotApplicable(RuntimeError):
     """An explicitly requested algorithm cannot do this problem; the message is its `why_not` sentence."""
 
@@ -43,7 +46,7 @@ class Algorithm(ABC):
     """
 
     name: str
-    """Stored on disk: stable for ever."""
+    """Stored on disk: never changes."""
     revision: int = 1
     """Goes up when the implementation changes enough that old measurements no longer speak for it."""
     automatic: bool = True
@@ -51,29 +54,35 @@ class Algorithm(ABC):
     devices: frozenset[str] = frozenset({"cpu"})
     """Kinds of device that it has an implementation for; `why_not` says so as well, with a reason."""
     spreads_nonfinite: bool = False
-    """True where one NaN or infinity in an activation reaches results that a direct sum would leave finite
+    """True if one NaN or infinity in an activation reaches results that a direct sum would leave finite
     (transform methods). Dispatch then checks the result and hands such a call to native. (Infinite weights are no
     measure: whether a weight that meets only padding gives 0 * inf differs between instruction sets in native.)"""
 
+    may_be_unready: bool = False
+    """Whether `ready` has to be asked before each automatic call: something may have to be compiled first, or a switch
+    of the process may stand against it. False saves a cached call the question."""
+
     @abstractmethod
     def why_not(self, problem: ConvProblem) -> str | None:
-        """None where the algorithm applies; otherwise one sentence for the user that says why it does not."""
+        """None if the algorithm applies; otherwise one sentence for the user (capital letter, full stop) that names the
+        requirement first: 'Winograd needs stride 1; this convolution has stride 2x2.'"""
 
     def same_as_native(self, problem: ConvProblem) -> str | None:
-        """One sentence where this algorithm applies but would do just what native does; automatic choice and the
-        collector then pass it over, while a forced request still runs."""
+        """One sentence, of the same form, if this algorithm applies but would do just what native does; automatic
+        choice and the collector then pass it over, while a forced request still runs."""
         return None
 
     @abstractmethod
-    def workspace_bytes(self, problem: ConvProblem) -> int:
-        """Upper bound on the peak of extra memory, in bytes, beyond operands and result."""
+    def workspace_bytes(self, problem: ConvProblem, params: Params = None) -> int:
+        """Upper bound on the peak of extra memory, in bytes, beyond operands and result, that `run` takes with `params`
+        (which are not checked; a bound may hold for all of them)."""
 
     @abstractmethod
     def error_grade(self, problem: ConvProblem) -> Grade: ...
 
     def deterministic(self, problem: ConvProblem) -> bool:
         """Whether two runs on the same operands, with the same number of threads, give the same bits; a test runs every
-        algorithm several times. What does not is refused where PyTorch is told to be deterministic."""
+        algorithm several times. One that does not is refused if PyTorch is told to be deterministic."""
         return True
 
     def batch_invariant(self, problem: ConvProblem) -> bool:
@@ -95,12 +104,12 @@ class Algorithm(ABC):
         """grad_weight, shaped (K, C/groups, R, S)."""
 
     def space(self, problem: ConvProblem) -> Space | None:
-        """What `params` may be on this problem; None where there is nothing to decide. `params=None` is its default."""
+        """What `params` may be on this problem; None if there is nothing to decide. `params=None` is its default."""
         return None
 
     def ready(self, problem: ConvProblem, params: Params = None) -> bool:
-        """Whether a call would run at once. Where something has to be compiled first, this starts it elsewhere and says
-        no; an automatic choice then runs native. Never waits."""
+        """Whether a call would run at once; asked only if `may_be_unready`. If something has to be compiled first, this
+        starts it elsewhere and says no; an automatic choice then runs native. Never waits."""
         return True
 
     def run(self, a: Tensor, b: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
@@ -114,7 +123,7 @@ class Algorithm(ABC):
     def run_checked(
         self, a: Tensor, b: Tensor, problem: ConvProblem, params: Params = None, bias: Tensor | None = None
     ) -> Tensor | None:
-        """What dispatch calls: `run`, plus `bias` (K,) in the forward direction. None where `spreads_nonfinite` and the
+        """What dispatch calls: `run`, plus `bias` (K,) in the forward direction. None if `spreads_nonfinite` and the
         result holds an infinity or a NaN, so that native has to say where it belongs.
 
         Algorithms that add the bias, or check, on the way override this; here each is one more pass over the result.

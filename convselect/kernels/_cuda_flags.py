@@ -5,20 +5,21 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
 from convselect.problem import ConvProblem
 
-# Flags belong to the process, not to a thread. Whoever changes one holds this lock until it is restored, so that two of
-# our own calls never restore each other's values; PyTorch's own calls on other threads may run under the value in
+# Flags belong to the process, not to a thread. Code that changes one holds this lock until it is restored, so that two
+# calls from here never restore each other's values. PyTorch's own calls on other threads may run under the value in
 # between, which changes how fast they are and not what they compute.
 _lock = threading.RLock()
 
 
 @contextlib.contextmanager
 def held(read: Callable[[], bool], write: Callable[[bool], object], value: bool) -> Iterator[None]:
-    """Within this context the flag has this value; then again what it had. No other thread changes it through here."""
+    """Within this context the flag has this value, then its old one again. No other thread changes it through here."""
     with _lock:
         before = read()
         if before == value:
@@ -46,14 +47,22 @@ def deterministic() -> bool:
     return bool(torch._C._get_cudnn_deterministic())
 
 
-def conv_tf32() -> bool:
-    """Whether convolutions of float32 may use TF32 on CUDA. (`torch.backends.cudnn.allow_tf32` raises where recurrent
-    networks have another setting.)"""
-    return bool(torch._C._get_fp32_precision_getter("cuda", "conv") == "tf32")
+def state() -> tuple[bool, bool, bool, str]:
+    """What a convolution on CUDA depends on besides its operands: whether cuDNN is enabled, searches (`benchmark`) and
+    is deterministic, and the precision of float32 convolutions: "ieee", "tf32" or "none".
+
+    (`torch.backends.cudnn.allow_tf32` raises if recurrent networks have another precision than convolutions.)"""
+    torch_c: Any = torch._C
+    return (
+        torch_c._get_cudnn_enabled(),
+        torch_c._get_cudnn_benchmark(),
+        torch_c._get_cudnn_deterministic(),
+        torch_c._get_fp32_precision_getter("cuda", "conv"),
+    )
 
 
 def product_rounds_too_much(problem: ConvProblem) -> bool:
-    """Whether cuBLAS would compute float32 products in TF32 where this problem's convolution may not."""
+    """Whether cuBLAS would compute float32 products in TF32 although this problem's convolution may not use it."""
     return (
         problem.device == "cuda"
         and problem.dtype != "float64"

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from convselect.kernels._common import cast_bytes
+from convselect.kernels._common import cast_bytes, strides, why_not_depthwise
 from convselect.kernels._contract import Algorithm, Grade, Params
 from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction
 
@@ -67,7 +67,7 @@ def _band_rows(p: ConvProblem) -> int:
 
 
 def _band_height(p: ConvProblem, rows: int) -> int:
-    """Padded rows of x that so many rows of y are made of."""
+    """Padded rows of x that `rows` rows of y are made of."""
     return (rows - 1) * p.stride_h + p.kernel_extent[0]
 
 
@@ -85,14 +85,14 @@ class DepthwiseByNative(Algorithm):
 
     def why_not(self, problem: ConvProblem) -> str | None:
         p = problem
-        if not p.is_depthwise:
-            return "not a depthwise convolution (one input channel per group)"
+        if (reason := why_not_depthwise("The depthwise algorithm", p)) is not None:
+            return reason
         if p.device != "cpu":
-            return "arranges calls for oneDNN's depthwise kernel, which runs on CPUs"
+            return f"The depthwise algorithm runs on CPUs; this problem is on {p.device}."
         if p.dtype == "float64":
-            return "oneDNN has no float64 kernel to arrange calls for"
+            return "Without the C kernels the depthwise algorithm needs a kernel of oneDNN, which has none for float64."
         if p.direction == Direction.BACKWARD_DATA and p.stride != (1, 1):
-            return "the data gradient of a strided convolution is not a convolution with few zeros: unit stride only"
+            return f"Without the C kernels a depthwise data gradient needs stride 1; this one has {strides(p)}."
         return None
 
     def same_as_native(self, problem: ConvProblem) -> str | None:
@@ -103,14 +103,14 @@ class DepthwiseByNative(Algorithm):
             return None
         if min(p.pad_top, p.pad_bottom) > IMPLICIT_PADDING or min(p.pad_left, p.pad_right) > IMPLICIT_PADDING:
             return None
-        return f"native makes the same call where at most {IMPLICIT_PADDING} rows and columns are padding"
+        return f"With at most {IMPLICIT_PADDING} rows and columns of padding, native makes the same call."
 
     def error_grade(self, problem: ConvProblem) -> Grade:
         # The weight gradient's long sums measure up to three times native's error, at most 1.2e-6.
         weight_gradient = problem.direction == Direction.BACKWARD_WEIGHT
         return Grade.CLOSE if weight_gradient and problem.element_bytes > 2 else Grade.DIRECT
 
-    def workspace_bytes(self, problem: ConvProblem) -> int:
+    def workspace_bytes(self, problem: ConvProblem, params: Params = None) -> int:
         p, multiplier = problem, problem.K // problem.C
         if p.direction == Direction.BACKWARD_WEIGHT:
             rows, images = _band_rows(p), p.N * p.C

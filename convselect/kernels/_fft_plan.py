@@ -31,7 +31,7 @@ KERNEL_TILES = (16, 24, 32, 48, 64)
 
 @functools.lru_cache(maxsize=4096)
 def fast_length(n: int, even: bool = False) -> int:
-    """The smallest length >= n with no prime factor above 7 (and even, where asked)."""
+    """The smallest length >= n with no prime factor above 7 (and even, if asked)."""
     while True:
         rest = n
         for prime in (2, 3, 5, 7):
@@ -184,7 +184,7 @@ def _kernel_axis(length: int, size: int, out: int, extent: int, before: int) -> 
 
 
 def _kernel_axes(p: ConvProblem, side: int) -> tuple[tuple[int, int], tuple[int, int]] | None:
-    """(step, tiles) of rows and columns in the C kernel; None where tiles would recompute more than they keep."""
+    """(step, tiles) of rows and columns in the C kernel; None if tiles would recompute more than they keep."""
     if p.direction == Direction.BACKWARD_DATA:
         rows = (p.P, p.H, p.R, p.R - 1 - p.pad_top)
         cols = (p.Q, p.W, p.S, p.S - 1 - p.pad_left)
@@ -206,7 +206,7 @@ def sides(problem: ConvProblem, in_c: bool) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=1024)
 def kernel_tile_side(problem: ConvProblem) -> int | None:
-    """The side, of `KERNEL_TILES`, with the least estimated time in the C kernel; None where tiles would recompute more
+    """The side, of `KERNEL_TILES`, with the least estimated time in the C kernel; None if tiles would recompute more
     than they keep. Nanoseconds per bin and vector of 16 channels, measured on one core: 24 for a tile to or from its
     spectrum, 14 for a kernel, which is mostly zeros, 1.3 for a multiplication in a matrix product."""
     p = problem

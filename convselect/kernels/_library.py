@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction, layout_of
+from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction
 
-ABI = 4
+ABI = 5
 TUNE_SLOTS = 8
 OK, NO_MEMORY, UNSUPPORTED, NONFINITE = range(4)
 ISAS = {"base": 0, "avx2": 1, "avx512": 2}
@@ -69,7 +69,7 @@ class Block(ctypes.Structure):
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The loaded library; None where there is none, it is switched off, or it is of another version of the package.
+    """The loaded library; None if there is none, it is switched off, or it is of another version of the package.
 
     `CONVSELECT_LIBRARY` names another build of it, for example one with sanitizers.
     """
@@ -113,14 +113,15 @@ class _Call(NamedTuple):
 
 
 @functools.cache
-def _function(name: str, before: int) -> Any:
-    """The kernel as a function object of its own, whose argument types nobody else sets: ints then pass as pointers."""
+def _function(name: str, before: int, pointers: int = 4, result: Any = ctypes.c_int32) -> Any:
+    """A function of the library as an object of its own, whose argument types no other code sets: ints then pass as
+    pointers. It takes a `cs_conv`, `before` integers and `pointers` pointers: a kernel's operands, result, epilogue."""
     loaded = library()
     assert loaded is not None
     function = loaded[name]
     pointer = ctypes.c_void_p
-    function.argtypes = (pointer, *(ctypes.c_int32,) * before, pointer, pointer, pointer, pointer)
-    function.restype = ctypes.c_int32
+    function.argtypes = (pointer, *(ctypes.c_int32,) * before, *(pointer,) * pointers)
+    function.restype = result
     return function
 
 
@@ -164,15 +165,16 @@ def _prepared(
 
 
 def dense(tensor: Tensor, otherwise: str) -> tuple[Tensor, str]:
-    """The tensor itself where it is dense in NCHW or NHWC order, else a copy in the layout `otherwise`; its layout.
+    """(tensor, layout): the tensor itself if it is dense in NCHW or NHWC order, else a copy in the layout `otherwise`.
 
-    What it returns holds its values in memory: a lazily negated tensor, or one that is zero by a flag, is a copy too.
+    The result holds its values in memory: a lazily negated tensor, or one that is zero by a flag, is copied too.
     """
     if tensor.is_neg() or tensor._is_zerotensor():
         tensor = tensor.resolve_neg().clone()
-    layout = layout_of(tensor)
-    if layout in LAYOUTS:
-        return tensor, layout
+    if tensor.is_contiguous():
+        return tensor, CONTIGUOUS
+    if tensor.is_contiguous(memory_format=torch.channels_last):
+        return tensor, CHANNELS_LAST
     return tensor.contiguous(memory_format=_FORMATS[otherwise]), otherwise
 
 
@@ -197,33 +199,9 @@ def _epilogue(
     return ctypes.byref(Epilogue(bias_at, residual_at, ACTIVATIONS[activation], 0)), (bias, residual)
 
 
-def call(
-    name: str,
-    a: Tensor,
-    b: Tensor,
-    problem: ConvProblem,
-    before: Sequence[int] = (),
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    activation: str | None = None,
-    isa_level: int | None = None,
-    tune: tuple[int, ...] = (),
-) -> Tensor:
-    """Run kernel `name` on the direction's two operands; the result, in the layout of the streamed operand (for a
-    weight gradient contiguous). Whether values that are not finite were spread is not told: see `call_checked`.
-
-    Args:
-        before: integers that the kernel takes ahead of its operands.
-        bias, residual, activation: y becomes activation(y + bias + residual); forward only. `bias` is (K,),
-            `residual` is shaped like y.
-        tune: the kernel's parameters, in the order of its slots; 0: its own choice.
-
-    Raises:
-        MemoryError: where scratch memory could not be had.
-        NotImplementedError: where the kernel declines, which its `why_not` should have said.
-        ValueError: where a tensor is not what the problem says; the kernel, which sees only pointers, is not called.
-    """
-    return _call(name, a, b, problem, before, bias, residual, activation, isa_level, tune)[0]
+def call(*arguments: Any, **options: Any) -> Tensor:
+    """As `call_checked`, but does not tell whether values that are not finite were spread."""
+    return call_checked(*arguments, **options)[0]
 
 
 def call_checked(
@@ -231,27 +209,30 @@ def call_checked(
     a: Tensor,
     b: Tensor,
     problem: ConvProblem,
-    before: Sequence[int] = (),
+    before: tuple[int, ...] = (),
     bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation: str | None = None,
+    isa_level: int | None = None,
     tune: tuple[int, ...] = (),
-) -> Tensor | None:
-    """As `call`; None where a transform method found an infinity or a NaN that it may have spread over neighbours."""
-    out, finite = _call(name, a, b, problem, before, bias, None, None, None, tune)
-    return out if finite else None
-
-
-def _call(
-    name: str,
-    a: Tensor,
-    b: Tensor,
-    problem: ConvProblem,
-    before: Sequence[int],
-    bias: Tensor | None,
-    residual: Tensor | None,
-    activation: str | None,
-    isa_level: int | None,
-    tune: tuple[int, ...],
 ) -> tuple[Tensor, bool]:
+    """Run kernel `name` on the direction's two operands.
+
+    Args:
+        before: integers that the kernel takes ahead of its operands.
+        bias, residual, activation: y becomes activation(y + bias + residual); forward only. `bias` is (K,),
+            `residual` is shaped like y.
+        tune: the kernel's parameters, in the order of its slots; 0: its own choice.
+
+    Returns:
+        The result, in the layout of the streamed operand (for a weight gradient contiguous), and whether it may be
+        used: False if a transform method found an infinity or a NaN that it may have spread over neighbours.
+
+    Raises:
+        MemoryError: if there is not enough scratch memory.
+        NotImplementedError: if the kernel declines, which its `why_not` should have said.
+        ValueError: if a tensor is not what the problem says; the kernel, which sees only pointers, is not called.
+    """
     p = problem
     preferred = p.layout if p.layout in LAYOUTS else CONTIGUOUS
     a, a_layout = dense(a, preferred)
@@ -285,19 +266,15 @@ def copied_bytes(problem: ConvProblem) -> int:
     return (0 if p.layout in LAYOUTS else streamed) + weight
 
 
-def workspace_bytes(query: str, problem: ConvProblem, before: Sequence[int] = (), tune: tuple[int, ...] = ()) -> int:
-    """Memory beyond operands and result that `call` takes, in bytes: the kernel's scratch memory, as its query function
+def workspace_bytes(query: str, problem: ConvProblem, before: tuple[int, ...] = (), tune: tuple[int, ...] = ()) -> int:
+    """Memory beyond operands and result that a call takes, in bytes: the kernel's scratch memory, as its query function
     says, and dense copies of operands.
 
     Raises:
-        NotImplementedError: where the kernel does not apply.
+        NotImplementedError: if the kernel does not apply.
     """
-    loaded = library()
-    assert loaded is not None
-    function = loaded[query]
-    function.argtypes = (ctypes.c_void_p, *(ctypes.c_int32,) * len(before))
-    function.restype = ctypes.c_int64
-    scratch: int = function(ctypes.byref(_conv(problem, CONTIGUOUS, CONTIGUOUS, problem.threads, isa(), tune)), *before)
+    conv = _conv(problem, CONTIGUOUS, CONTIGUOUS, problem.threads, isa(), tune)
+    scratch: int = _function(query, len(before), 0, ctypes.c_int64)(ctypes.byref(conv), *before)
     if scratch < 0:
         raise NotImplementedError(f"{query} does not apply to {problem}")
     return scratch + copied_bytes(problem)
@@ -334,7 +311,7 @@ def network(x: Any, normalise: Sequence[Any], layers: Sequence[tuple[Any, Any, A
         x: the input (n,); numpy float32, as all that follows.
         normalise: low, high, mean, scale, target: vectors (n,).
         layers: (matrix (rows, columns), source (columns,), target (rows,), rectified) each; vectors contiguous. Vectors
-            are used where they lie, matrices are copied. All must stay alive, which the function sees to.
+            are used where they lie, matrices are copied. The function keeps all of them alive.
     """
     import numpy as np
 

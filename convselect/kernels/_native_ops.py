@@ -29,7 +29,7 @@ def native_workspace_bytes(problem: ConvProblem) -> int:
     padded = 0
     if not p.symmetric_padding:
         padded = 2 * p.N * p.C * (p.H + p.pad_bottom + p.pad_top) * (p.W + p.pad_left + p.pad_right) * p.element_bytes
-    if p.device == "cuda":  # both operands and the result moved to another layout; cuDNN's workspace comes beside
+    if p.device == "cuda":  # both operands and the result moved to another layout; cuDNN's workspace comes on top
         return p.x_bytes + p.y_bytes + 2 * p.weight_bytes + padded
     # An image of the batch is unfolded per thread; PyTorch's slow weight gradient unfolds the whole batch.
     return 4 * (p.x_bytes + p.y_bytes) + 2 * p.weight_bytes + max(p.threads, p.N) * unfolded + padded
@@ -46,7 +46,7 @@ def overruns_in_channels_last(problem: ConvProblem) -> bool:
 def unsound_in_16_bit(problem: ConvProblem) -> bool:
     """Strided 16-bit convolutions on CPUs in which a kernel tap, or a whole window, meets nothing but padding. There
     oneDNN 3.12 gives garbage gradients or crashes, differently in the two layouts: what is right in one may be wrong in
-    the other, so nobody may be moved from one to the other."""
+    the other, so no call may be moved from one to the other."""
     p = problem
     if p.element_bytes > 2 or p.stride == (1, 1) or not any(p.padding) or p.device != "cpu":
         return False
@@ -87,7 +87,7 @@ def native_forward(x: Tensor, weight: Tensor, problem: ConvProblem) -> Tensor:
 def native_backward(
     grad_y: Tensor, x: Tensor, weight: Tensor, problem: ConvProblem, needed: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(grad_x, grad_weight) by one call of `aten::convolution_backward`; None where `needed` is False."""
+    """(grad_x, grad_weight) by one call of `aten::convolution_backward`; None if `needed` is False."""
     padding, rest = even_padding(problem)
     if rest is not None:
         x = F.pad(x, rest)
@@ -104,7 +104,7 @@ def native_backward(
 
 
 def native_backward_data(grad_y: Tensor, weight: Tensor, problem: ConvProblem) -> Tensor:
-    """grad_x alone. The operator wants x for its shape and layout only: memory that nobody touches costs no time."""
+    """grad_x alone. The operator wants x for its shape and layout only: memory that is never touched costs no time."""
     x = torch.empty(problem.x_shape, dtype=grad_y.dtype, device=grad_y.device, memory_format=memory_format(problem))
     grad_x, _ = native_backward(grad_y, x, weight, problem, (True, False))
     assert grad_x is not None

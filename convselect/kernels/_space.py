@@ -6,8 +6,8 @@ sketches: values for the parameters of structure, such as whether weights are pa
 is *annotation*: sizes, drawn from what is left.
 
 Parameters are decided in order, and `is_partially_valid` says of the first few whether any completion is allowed. It
-must never refuse the beginning of a valid program, and never allow one that has no valid end: then whoever completes a
-program one parameter at a time, and asks at each, ends with a valid one and never has to go back.
+must never refuse the beginning of a valid program, and never allow one that has no valid end: then code that completes
+a program one parameter at a time, and asks at each, ends with a valid one and never has to go back.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Parameter(NamedTuple):
     """One decision.
 
     Attributes:
-        name: stable for ever, since it is stored on disk.
+        name: never changes, since it is stored on disk.
         values: what it may be, ascending.
         kind: "structure" (set by rules), "tile" (sizes whose product with others says something), "annotation".
     """
@@ -38,7 +38,7 @@ class Parameter(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """A step in the derivation of sketches: where `condition(problem, so_far)` holds, `action` says what the structure
+    """A step in the derivation of sketches: if `condition(problem, so_far)` holds, `action` says what the structure
     parameters decided so far may be extended to; an empty answer ends this branch."""
 
     name: str
@@ -52,7 +52,7 @@ class Space:
 
     Attributes:
         parameters: in the order in which they are decided; those of structure first.
-        default: problem -> what runs where nobody decides: complete, valid, and what `params=None` means.
+        default: problem -> what runs by default: complete, valid, and what `params=None` means.
         allowed: (problem, values of the first few parameters) -> whether the hardware takes it: caches, registers,
             alignment. Has to hold for every beginning of a valid program.
         rules: of the sketches, applied in order; without any, structure parameters take every allowed combination.
@@ -71,7 +71,7 @@ class Space:
         """Whether these, the values of the first few parameters, begin a valid program.
 
         Raises:
-            ValueError: where they are not the first few.
+            ValueError: if they are not the first few.
         """
         if tuple(values) != self.names[: len(values)]:
             raise ValueError(f"{tuple(values)} are not the first of {self.names}")
@@ -108,7 +108,7 @@ class Space:
         return [v for v in parameter.values if self.is_partially_valid(problem, {**values, parameter.name: v})]
 
     def sketches(self, problem: ConvProblem) -> list[Values]:
-        """All combinations of structure parameters that the rules derive; one empty one where there are none."""
+        """All combinations of structure parameters that the rules derive; one empty one if there are none."""
         found: list[Values] = [{}]
         for rule in self.rules:
             extended: list[Values] = []

@@ -1,4 +1,4 @@
-"""F(m x m, 3 x 3) of `winograd.py` in PyTorch operations, for float64 and where the C kernels are missing.
+"""F(m x m, 3 x 3) of `winograd.py` in PyTorch operations, for float64, and if the C kernels are missing.
 
 Per tile of m x m outputs, with d the (m + 2)^2 inputs it sees, g the kernel, o the element-wise product:
 
@@ -231,7 +231,7 @@ def _correlate(image: Tensor, weight: Tensor, problem: ConvProblem, m: int) -> T
     batches = 1 if multiply else G
 
     def filters(start: int) -> Tensor:
-        """(a^2 G, chunk, c_in): the transformed kernels of `chunk` output channels; of all, where there are groups."""
+        """(a^2 G, chunk, c_in): the transformed kernels of `chunk` output channels; of all, if there are groups."""
         if p.direction == Direction.FORWARD:
             part = weight[start : start + plan.chunk] if plan.chunk < c_out else weight
             return _transformed_weight(part, GG, weight_area).view(a * a * G, -1, c_in)

@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 
 from convselect.kernels import _library
+from convselect.kernels._c_algorithm import CAlgorithm, why_not_in_c
 from convselect.kernels._common import memory_format
-from convselect.kernels._contract import Algorithm, Grade, Params
+from convselect.kernels._contract import Grade
 from convselect.kernels._space import STRUCTURE, Parameter, Rule, Space, Values
-from convselect.kernels._tuning import in_order, slots, within
+from convselect.kernels._tuning import within
 from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction
 
 FEW_CHANNELS = 16
@@ -36,29 +37,7 @@ def _layout(problem: ConvProblem) -> str:
     return CHANNELS_LAST if problem.layout == CHANNELS_LAST else CONTIGUOUS
 
 
-def _why_not(problem: ConvProblem) -> str | None:
-    p = problem
-    if p.device != "cpu":
-        return f"The direct kernel is implemented for CPUs, this problem is on {p.device}."
-    if p.dtype == "float64":
-        return "The direct kernel computes in float32, this problem is in float64."
-    if p.groups > 1 and min(p.C, p.K) // p.groups < FEW_CHANNELS:
-        return f"The direct kernel needs {FEW_CHANNELS} channels per group, this convolution has fewer."
-    if not _library.available():
-        return "The direct kernel needs the C kernels, which this installation was built without."
-    return None
-
-
 # ---- frozen weights -------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def _function(name: str, pointers: int, result: Any) -> Any:
-    loaded = _library.library()
-    assert loaded is not None
-    function = loaded[name]
-    function.argtypes, function.restype = (ctypes.c_void_p,) * pointers, result
-    return function
 
 
 @functools.lru_cache(maxsize=4096)
@@ -66,7 +45,7 @@ def _frozen(problem: ConvProblem, threads: int, isa: int) -> tuple[Any, int]:
     """The struct for the kernel, and how many floats a packed weight has."""
     conv = _library._conv(problem.with_direction(Direction.FORWARD), _layout(problem), CONTIGUOUS, threads, isa)
     pointer = ctypes.byref(conv)
-    return pointer, _function("cs_direct_packed_bytes", 1, ctypes.c_int64)(pointer) // 4
+    return pointer, _library._function("cs_direct_packed_bytes", 0, 0, ctypes.c_int64)(pointer) // 4
 
 
 def pack(weight: Tensor, problem: ConvProblem, isa_level: int | None = None) -> Tensor:
@@ -78,15 +57,15 @@ def pack(weight: Tensor, problem: ConvProblem, isa_level: int | None = None) -> 
         float32, one-dimensional; in channels_last up to 15 output channels per group longer than the weight.
 
     Raises:
-        MemoryError: where scratch memory could not be had.
-        ValueError: where the weight is not the problem's.
+        MemoryError: if scratch memory is not available.
+        ValueError: if the weight is not the problem's.
     """
     if weight.shape != problem.weight_shape or weight.dtype != problem.torch_dtype or not weight.is_cpu:
         raise ValueError(f"a weight {weight.dtype} {tuple(weight.shape)} for {problem}")
     conv, floats = _frozen(problem, torch.get_num_threads(), _library.isa() if isa_level is None else isa_level)
     packed = torch.empty(floats, dtype=torch.float32, device="cpu")
     weight = weight.resolve_neg().contiguous()
-    if _function("cs_direct_pack", 3, ctypes.c_int32)(conv, weight.data_ptr(), packed.data_ptr()) != _library.OK:
+    if _library._function("cs_direct_pack", 0, 2)(conv, weight.data_ptr(), packed.data_ptr()) != _library.OK:
         raise MemoryError(f"direct: no scratch memory to pack the weight of {problem}")
     return packed
 
@@ -109,8 +88,8 @@ def forward_packed(
         activation: "relu", "relu6", "silu" or None.
 
     Raises:
-        MemoryError: where scratch memory could not be had.
-        ValueError: where a tensor is not what the problem says.
+        MemoryError: if scratch memory is not available.
+        ValueError: if a tensor is not what the problem says.
     """
     p, form = problem, memory_format(problem)
     conv, floats = _frozen(p, torch.get_num_threads(), _library.isa() if isa_level is None else isa_level)
@@ -132,7 +111,7 @@ def forward_packed(
             residual = residual.resolve_neg().contiguous(memory_format=form)
         pointers = (None if t is None else t.data_ptr() for t in (bias, residual))
         epilogue = ctypes.byref(_library.Epilogue(*pointers, _library.ACTIVATIONS[activation], 0))
-    frozen = _function("cs_direct_frozen", 5, ctypes.c_int32)
+    frozen = _library._function("cs_direct_frozen", 0)
     if frozen(conv, x.data_ptr(), packed.data_ptr(), y.data_ptr(), epilogue) != _library.OK:
         raise MemoryError(f"direct: no scratch memory for {p}")
     return y
@@ -141,13 +120,11 @@ def forward_packed(
 # ---- the algorithm --------------------------------------------------------------------------------------------------
 
 
-SLOTS = ("order", "tile_rows", "rows_kib", "panels_kib", "group", "pixels")
-"""Parameters in the order of the slots of `cs_conv.tune`: csrc/convselect.h."""
 TILE_ROWS = {"avx512": (7, 8, 10, 12, 14), "avx2": (3, 4, 5, 6), "base": (3, 4, 5, 6)}
 _ORDER = Parameter("order", (0, 1, 2), STRUCTURE)
 
 
-class Direct(Algorithm):
+class Direct(CAlgorithm):
     """Parameters: `tile_rows`, rows of a register tile at most. Forward and data gradient: `order`, whether the outer
     loop goes over pixels (1) or output channels (2); `panels_kib`, weights (NHWC) or gathered inputs (NCHW) that are
     held at a time; `rows_kib` (NHWC), inputs that a run of rows reads; `group` (NCHW), panels of pixels gathered at one
@@ -155,46 +132,22 @@ class Direct(Algorithm):
     """
 
     name = "direct"
+    kernel = "cs_direct"
+    slots = ("order", "tile_rows", "rows_kib", "panels_kib", "group", "pixels")
 
     def why_not(self, problem: ConvProblem) -> str | None:
-        return _why_not(problem)
-
-    def batch_invariant(self, problem: ConvProblem) -> bool:
-        return True  # each result is summed in an order that its place in the image decides
-
-    def workspace_bytes(self, problem: ConvProblem, params: Params = None) -> int:
-        return _library.workspace_bytes("cs_direct_bytes", problem, (), in_order(params, SLOTS))
+        fewest = min(problem.C, problem.K) // problem.groups
+        if problem.groups > 1 and fewest < FEW_CHANNELS:
+            return f"The direct kernel needs {FEW_CHANNELS} channels per group; this convolution has {fewest}."
+        return why_not_in_c("The direct kernel", problem)
 
     def space(self, problem: ConvProblem) -> Space | None:
         gradient = problem.direction == Direction.BACKWARD_WEIGHT
         return _space(self, gradient, problem.layout == CHANNELS_LAST, _library.isa())
 
-    def _tune(self, problem: ConvProblem, params: Params) -> tuple[int, ...]:
-        return () if params is None else slots(self, problem, params, SLOTS)
-
     def error_grade(self, problem: ConvProblem) -> Grade:
         """Measured in float32 on normal data: 2e-7 to 9e-7 up to 512 * 9 terms; weight gradients below 4e-7."""
         return Grade.DIRECT
-
-    def run_checked(
-        self, a: Tensor, b: Tensor, problem: ConvProblem, params: Params = None, bias: Tensor | None = None
-    ) -> Tensor | None:
-        return _library.call_checked("cs_direct", a, b, problem, (), bias, self._tune(problem, params))
-
-    def _run(self, a: Tensor, b: Tensor, problem: ConvProblem, params: Params) -> Tensor:
-        return _library.call("cs_direct", a, b, problem, tune=self._tune(problem, params))
-
-    @torch.no_grad()
-    def forward(self, x: Tensor, weight: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
-        return self._run(x, weight, problem.with_direction(Direction.FORWARD), params)
-
-    @torch.no_grad()
-    def backward_data(self, grad_y: Tensor, weight: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
-        return self._run(grad_y, weight, problem.with_direction(Direction.BACKWARD_DATA), params)
-
-    @torch.no_grad()
-    def backward_weight(self, x: Tensor, grad_y: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
-        return self._run(x, grad_y, problem.with_direction(Direction.BACKWARD_WEIGHT), params)
 
 
 @functools.cache
@@ -213,7 +166,7 @@ def _space(algorithm: Direct, gradient: bool, last: bool, isa: int) -> Space:
         usual = {"order": 0, "tile_rows": rows[-1], "panels_kib": 256, "group": 16}
 
     def allowed(problem: ConvProblem, values: Values) -> bool:
-        return within(lambda v: algorithm.workspace_bytes(problem, v), usual, values)
+        return within(algorithm, problem, usual, values)
 
     rules = (
         Rule("over pixels or over channels", lambda p, _: not gradient, lambda *_: [{"order": o} for o in (0, 1, 2)]),

@@ -25,7 +25,7 @@ from convselect.kernels._common import cast_bytes, compute_dtype, compute_elemen
 from convselect.kernels._contract import Algorithm, Grade, Params
 from convselect.kernels._cuda_flags import product_rounds_too_much
 from convselect.kernels._space import Parameter, Space, Values
-from convselect.kernels._tuning import slots, within
+from convselect.kernels._tuning import in_slots, within
 from convselect.problem import CHANNELS_LAST, ConvProblem
 
 # Of 1 to 64 MiB, measured on layers of ResNet-18 and VGG-16: level on small images; on 224 x 224, 2 MiB is a quarter
@@ -46,7 +46,7 @@ def _element_bytes(p: ConvProblem) -> int:
 
 
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """`torch.bmm(a, b)` unrounded: in float32 where a and b are 16-bit matrices."""
+    """`torch.bmm(a, b)` unrounded: in float32 if a and b are 16-bit matrices."""
     if a.element_size() > 2:
         return torch.bmm(a, b)
     return torch.bmm(a, b, out_dtype=torch.float32) if a.is_cuda else torch.bmm(a.float(), b.float())
@@ -102,6 +102,7 @@ class Im2colGemm(Algorithm):
 
     name = "im2col_gemm"
     devices = frozenset({"cpu", "cuda"})
+    may_be_unready = True
 
     def why_not(self, problem: ConvProblem) -> str | None:
         return None
@@ -136,7 +137,7 @@ class Im2colGemm(Algorithm):
         return None if p.device != "cpu" or p.is_pointwise or _is_whole_image(p) else _space(self)
 
     def run(self, a: Tensor, b: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
-        slots(self, problem, params, ())  # says so where it is no program
+        in_slots(self, problem, params, ())  # raises if it is no program
         return super().run(a, b, problem, params)
 
     # ---- forward ------------------------------------------------------------------------------------------------
@@ -183,7 +184,7 @@ class Im2colGemm(Algorithm):
     def _columns_contiguous(
         self, x: Tensor, p: ConvProblem, params: Params
     ) -> Iterator[tuple[int, int, int, int, Tensor]]:
-        """Chunks of the unfolded image as (images, G, C/G*R*S, pixels); a view where the kernel is 1x1."""
+        """Chunks of the unfolded image as (images, G, C/G*R*S, pixels); a view if the kernel is 1x1."""
         G = p.groups
         if p.is_pointwise:
             yield 0, p.N, 0, p.P, x.reshape(p.N, G, p.C // G, -1)
@@ -210,7 +211,7 @@ class Im2colGemm(Algorithm):
     def _columns_channels_last(
         self, x: Tensor, p: ConvProblem, params: Params
     ) -> Iterator[tuple[int, int, int, int, Tensor]]:
-        """Chunks of the unfolded image as (G, pixels, R*S*C/G); a view where the kernel is 1x1."""
+        """Chunks of the unfolded image as (G, pixels, R*S*C/G); a view if the kernel is 1x1."""
         G = p.groups
         if p.is_pointwise:
             pixels = x.permute(0, 2, 3, 1).reshape(-1, G, p.C // G)
@@ -263,7 +264,7 @@ class Im2colGemm(Algorithm):
         return grad.view(p.x_shape)
 
     def _back_columns(self, part: Tensor, g: Tensor) -> Tensor:
-        """part (groups, c, k) @ g (images, groups, k, pixels); unrounded where both are 16-bit."""
+        """part (groups, c, k) @ g (images, groups, k, pixels); unrounded if both are 16-bit."""
         if part.element_size() > 2:
             return torch.matmul(part, g)
         product = _wide_product(part.expand(g.shape[0], -1, -1, -1).flatten(0, 1), g.flatten(0, 1))
@@ -326,7 +327,7 @@ def _space(algorithm: Im2colGemm) -> Space:
             return True
         # Room for more than all columns twice over is the same program as the next smaller one.
         in_all = p.N * p.C * p.R * p.S * p.P * p.Q * compute_element_bytes(p)
-        return value < 2 * in_all and within(lambda v: algorithm.workspace_bytes(p, v), usual, values)
+        return value < 2 * in_all and within(algorithm, p, usual, values)
 
     return Space((_COLUMN_BYTES,), lambda _: usual, allowed)
 

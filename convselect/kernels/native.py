@@ -22,7 +22,7 @@ class Native(Algorithm):
     def why_not(self, problem: ConvProblem) -> str | None:
         return None
 
-    def workspace_bytes(self, problem: ConvProblem) -> int:
+    def workspace_bytes(self, problem: ConvProblem, params: Params = None) -> int:
         return native_workspace_bytes(problem)
 
     def error_grade(self, problem: ConvProblem) -> Grade:

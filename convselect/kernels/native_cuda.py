@@ -1,8 +1,8 @@
 """PyTorch's own convolutions on NVIDIA GPUs, taken by other doors than `torch.conv2d` goes through.
 
     cudnn_benchmark    cuDNN, whose engine is found by timing the candidates once per shape instead of by its heuristics
-    cudnn_depthwise    cuDNN where PyTorch would take its own depthwise kernel
-    native_depthwise   PyTorch's own depthwise kernel where it would take cuDNN
+    cudnn_depthwise    cuDNN if PyTorch would take its own depthwise kernel
+    native_depthwise   PyTorch's own depthwise kernel if it would take cuDNN
     padded_channels    channels filled up with zeros to multiples of 8, without which 16-bit tensor cores stay idle
     split_batch        the batch in parts whose tensors have fewer than 2**31 elements, over which engines fall off
 
@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from convselect.kernels import _cuda_flags
+from convselect.kernels._common import why_not_depthwise
 from convselect.kernels._contract import Algorithm, Grade, Params
 from convselect.kernels._native_ops import (
     even_padding,
@@ -35,7 +36,7 @@ SPLIT_ELEMENTS = 2**31
 CHANNEL_STEP = 8
 """16 bytes of 16-bit channels: what tensor cores load at a time."""
 SEARCH_BYTES = 256 * 2**20
-"""cuDNN's own workspace while it searches; PyTorch hands out what an engine asks for if there is so much."""
+"""cuDNN's own workspace while it searches; PyTorch gives an engine what it asks for if there is enough."""
 
 REMEMBERED = 10_000
 """Searches; PyTorch keeps as many."""
@@ -50,16 +51,16 @@ def largest_operand(problem: ConvProblem) -> int:
 
 
 def _not_cudnn(problem: ConvProblem, limit: int = SPLIT_ELEMENTS) -> str | None:
-    """Why cuDNN's operators cannot be called on this problem. Without a GPU at hand, problems of one are answered by
-    their shapes alone."""
+    """A sentence why cuDNN's operators cannot be called on this problem; None if they can. On a machine without a GPU,
+    problems of one are answered by their shapes alone."""
     if problem.device != "cuda":
-        return "it is a library's convolution for NVIDIA GPUs"
+        return f"The cuDNN library needs an NVIDIA GPU; this problem is on {problem.device}."
     if torch.version.hip is not None:
-        return "cuDNN is for NVIDIA GPUs"
+        return "The cuDNN library needs an NVIDIA GPU; this PyTorch is built for AMD GPUs."
     if torch.cuda.is_available() and not (torch.backends.cudnn.is_available() and torch._C._get_cudnn_enabled()):
-        return "cuDNN is missing or switched off"
+        return "The cuDNN library needs to be there and enabled; it is missing or switched off."
     if largest_operand(problem) >= limit:
-        return "tensors of 2**31 elements and more are for PyTorch to split"
+        return f"The cuDNN library needs tensors of fewer than {limit} elements; PyTorch splits larger ones."
     return None
 
 
@@ -121,12 +122,12 @@ class CudnnBenchmark(Algorithm):
         if reason is not None:
             return reason
         if problem.deterministic:
-            return "a search by time may end differently in every process, and deterministic results are asked for"
+            return "A search by time may end differently in every process; deterministic results are required."
         if problem.is_depthwise and problem.direction == Direction.BACKWARD_WEIGHT and not _in_cudnn(problem):
-            return "PyTorch computes this weight gradient with a kernel of its own, which searches for nothing"
+            return "A search needs cuDNN; PyTorch computes this weight gradient with a kernel of its own."
         return None
 
-    def workspace_bytes(self, problem: ConvProblem) -> int:
+    def workspace_bytes(self, problem: ConvProblem, params: Params = None) -> int:
         return native_workspace_bytes(problem) + SEARCH_BYTES
 
     def error_grade(self, problem: ConvProblem) -> Grade:
@@ -171,16 +172,16 @@ class CudnnDepthwise(Algorithm):
     devices = frozenset({"cuda"})
 
     def why_not(self, problem: ConvProblem) -> str | None:
-        if not problem.is_depthwise:
-            return "it is for depthwise convolutions"
+        if (reason := why_not_depthwise("This cuDNN kernel", problem)) is not None:
+            return reason
         if problem.direction == Direction.BACKWARD_WEIGHT and not _in_cudnn(problem):
-            return "PyTorch has no way to cuDNN's depthwise weight gradient in NCHW"
+            return "A depthwise weight gradient needs channels_last to reach cuDNN; this one is in NCHW."
         return _not_cudnn(problem)
 
     def same_as_native(self, problem: ConvProblem) -> str | None:
-        return "PyTorch gives channels_last depthwise convolutions to cuDNN already" if _in_cudnn(problem) else None
+        return "PyTorch gives channels_last depthwise convolutions to cuDNN already." if _in_cudnn(problem) else None
 
-    def workspace_bytes(self, problem: ConvProblem) -> int:
+    def workspace_bytes(self, problem: ConvProblem, params: Params = None) -> int:
         return native_workspace_bytes(problem) + SEARCH_BYTES
 
     def error_grade(self, problem: ConvProblem) -> Grade:
@@ -203,21 +204,21 @@ class NativeDepthwise(Algorithm):
     devices = frozenset({"cuda"})
 
     def why_not(self, problem: ConvProblem) -> str | None:
-        if not problem.is_depthwise:
-            return "it is for depthwise convolutions"
+        if (reason := why_not_depthwise("PyTorch's depthwise kernel", problem)) is not None:
+            return reason
         if problem.device != "cuda":
-            return "it is PyTorch's kernel for GPUs"
+            return f"PyTorch's depthwise kernel needs a GPU; this problem is on {problem.device}."
         if largest_operand(problem) >= SPLIT_ELEMENTS:
-            return "the kernel indexes with 32 bits"
+            return "PyTorch's depthwise kernel needs tensors of fewer than 2**31 elements; it indexes with 32 bits."
         return None
 
     def same_as_native(self, problem: ConvProblem) -> str | None:
         p = problem
         if not _in_cudnn(p) and (p.dtype != "float16" or max(p.R, p.S) > 5 or p.dilation != (1, 1)):
-            return "PyTorch takes its own depthwise kernel already"
+            return "PyTorch takes its own depthwise kernel already."
         return None
 
-    def workspace_bytes(self, problem: ConvProblem) -> int:
+    def workspace_bytes(self, problem: ConvProblem, params: Params = None) -> int:
         return native_workspace_bytes(problem)
 
     def error_grade(self, problem: ConvProblem) -> Grade:
@@ -257,19 +258,19 @@ class PaddedChannels(Algorithm):
     def why_not(self, problem: ConvProblem) -> str | None:
         p = problem
         if p.device != "cuda":
-            return "it is for the tensor cores of GPUs"
+            return f"Padding channels needs a GPU with tensor cores; this problem is on {problem.device}."
         if p.element_bytes != 2:
-            return "alignment of channels decides in 16 bit only"
+            return f"Padding channels needs 16-bit tensors; {problem.dtype} gains nothing from aligned channels."
         if p.groups != 1:
-            return "groups would have to be padded one by one"
+            return f"Padding channels needs one group; this convolution has {problem.groups}."
         if p.C % CHANNEL_STEP == 0 and p.K % CHANNEL_STEP == 0:
-            return f"the channels are multiples of {CHANNEL_STEP} already"
+            return f"Padding channels needs channels to pad; they are multiples of {CHANNEL_STEP} already."
         return None
 
     def _padded(self, problem: ConvProblem) -> ConvProblem:
         return problem._replace(C=_up(problem.C), K=_up(problem.K))
 
-    def workspace_bytes(self, problem: ConvProblem) -> int:
+    def workspace_bytes(self, problem: ConvProblem, params: Params = None) -> int:
         p = self._padded(problem)
         return native_workspace_bytes(p) + p.x_bytes + p.y_bytes + 2 * p.weight_bytes
 
@@ -304,7 +305,7 @@ def _filled(t: Tensor, first: int, second: int) -> Tensor:
     format = torch.channels_last if last else torch.contiguous_format
     filled = torch.empty(
         (first, second, *t.shape[2:]), dtype=t.dtype, device=t.device, memory_format=format
-    )  # and zeros only where nothing is copied
+    )  # zeros only in the parts that are not copied
     filled[: t.shape[0], : t.shape[1]] = t
     filled[: t.shape[0], t.shape[1] :] = 0
     filled[t.shape[0] :] = 0
@@ -322,11 +323,11 @@ class SplitBatch(Algorithm):
 
     def why_not(self, problem: ConvProblem) -> str | None:
         if problem.device not in self.devices:
-            return "it is for engines of GPUs that index with 32 bits"
+            return f"Splitting a batch needs a GPU's engines, which index with 32 bits; this is on {problem.device}."
         if largest_operand(problem) < self._limit:
-            return "no tensor is so large that the batch would have to be split"
+            return f"Splitting a batch needs a tensor of {self._limit} elements or more; none is so large here."
         if problem.N < 2 or largest_operand(problem._replace(N=1)) >= self._limit:
-            return "a single image is as large already"
+            return f"Splitting a batch needs images of fewer than {self._limit} elements; a single image has more."
         return None
 
     def _parts(self, problem: ConvProblem) -> list[slice]:
@@ -335,7 +336,7 @@ class SplitBatch(Algorithm):
         images = -(-problem.N // parts)  # of about the same size
         return [slice(first, min(first + images, problem.N)) for first in range(0, problem.N, images)]
 
-    def workspace_bytes(self, problem: ConvProblem) -> int:
+    def workspace_bytes(self, problem: ConvProblem, params: Params = None) -> int:
         part = self._parts(problem)[0]
         one = problem._replace(N=part.stop - part.start)
         result = one.y_bytes if problem.direction == Direction.FORWARD else one.x_bytes

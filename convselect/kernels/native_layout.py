@@ -34,15 +34,18 @@ class NativeLayout(Algorithm):
 
     def why_not(self, problem: ConvProblem) -> str | None:
         if unsound_in_16_bit(problem):
-            return "oneDNN's strided 16-bit kernels are unsound where a kernel tap or an output meets only padding"
+            return (
+                f"Moving to {self._layout} needs kernels that are sound in both layouts; oneDNN's strided 16-bit ones "
+                "are not if a kernel tap or an output meets only padding."
+            )
         return None
 
     def same_as_native(self, problem: ConvProblem) -> str | None:
         if problem.layout == self._layout and problem.weight_layout == self._layout:
-            return f"the tensors are {self._layout} already, so this is native"
+            return f"The tensors are {self._layout} already, so this is native."
         return None
 
-    def workspace_bytes(self, problem: ConvProblem) -> int:
+    def workspace_bytes(self, problem: ConvProblem, params: Params = None) -> int:
         p = problem
         return native_workspace_bytes(p) + p.x_bytes + p.y_bytes + p.weight_bytes
 

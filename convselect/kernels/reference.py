@@ -44,7 +44,7 @@ class Reference(Algorithm):
     def why_not(self, problem: ConvProblem) -> str | None:
         return None
 
-    def workspace_bytes(self, problem: ConvProblem) -> int:
+    def workspace_bytes(self, problem: ConvProblem, params: Params = None) -> int:
         p = problem
         padded = p.N * p.C * (p.H + p.pad_top + p.pad_bottom) * (p.W + p.pad_left + p.pad_right)
         # Operands, result and one tap's product and gathered slice, all in float64.

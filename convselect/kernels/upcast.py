@@ -24,10 +24,10 @@ class Upcast(Algorithm):
 
     def why_not(self, problem: ConvProblem) -> str | None:
         if problem.element_bytes > 2:
-            return f"{problem.dtype} needs no cast to float32"
+            return f"Upcasting needs 16-bit tensors; {problem.dtype} needs no cast to float32."
         return None
 
-    def workspace_bytes(self, problem: ConvProblem) -> int:
+    def workspace_bytes(self, problem: ConvProblem, params: Params = None) -> int:
         p = problem
         elements = (p.x_bytes + p.y_bytes + p.weight_bytes) // p.element_bytes
         return native_workspace_bytes(p._replace(dtype="float32")) + cast_bytes(p, elements)

@@ -9,7 +9,7 @@ With d the (m + r - 1)^2 inputs that a tile of m x m outputs sees, g the kernel,
 
 For each of the (m + r - 1)^2 positions the sum over channels (or tiles) is a matrix product. `csrc/winograd.inc`
 computes it for the kernel sizes of `TILES`; `_winograd_torch.py` for 3x3 kernels and m = 2, 4, 6 in float64, and in
-every element type where the C library is missing. Networks for ImageNet have images of 7 * 2^k pixels, which tiles of
+every element type if the C library is missing. Networks for ImageNet have images of 7 * 2^k pixels, which tiles of
 7 x 7 cover without waste.
 
 Sources: Winograd 1980, "Arithmetic complexity of computations"; Lavin & Gray 2015, arXiv 1509.09308.
@@ -22,10 +22,12 @@ import math
 
 from torch import Tensor
 
-from convselect.kernels import _library, _winograd_torch, _winograd_transforms
-from convselect.kernels._contract import Algorithm, Grade, Params
+from convselect.kernels import _winograd_torch, _winograd_transforms
+from convselect.kernels._c_algorithm import CAlgorithm
+from convselect.kernels._common import strides
+from convselect.kernels._contract import Grade, Params
 from convselect.kernels._space import STRUCTURE, Parameter, Rule, Space, Values
-from convselect.kernels._tuning import in_order, slots, within
+from convselect.kernels._tuning import within
 from convselect.problem import ConvProblem, Direction
 
 TILES: dict[tuple[int, int], tuple[int, ...]] = {
@@ -40,15 +42,13 @@ TILES: dict[tuple[int, int], tuple[int, ...]] = {
 """Kernel size -> sizes m of an output tile. Larger tiles lose too many digits, and smaller ones never won."""
 
 _FRAIL_POINTS = 9
-"""With so many points m + r - 1 an error is near the bound: these want an image of `_FRAIL_IMAGE` pixels or more (of
+"""With this many points m + r - 1 an error is near the bound: these want an image of `_FRAIL_IMAGE` pixels or more (of
 those outputs that see more padding than image little is left but the difference of large numbers), and count as
 `Grade.CLOSE` from `_FRAIL_RESULTS` results on (the error of fewer is a matter of luck)."""
 _FRAIL_IMAGE = 7
 _FRAIL_RESULTS = 4096
 
 
-SLOTS = ("span_kib", "inputs", "outputs", "team")
-"""Parameters in the order of the slots of `cs_conv.tune`: csrc/convselect.h."""
 _FORWARD = (
     Parameter("team", (0,), STRUCTURE),
     Parameter("span_kib", (128, 256, 512, 1024, 2048, 4096)),
@@ -64,7 +64,7 @@ _GRADIENT = (
 )
 
 
-class Winograd(Algorithm):
+class Winograd(CAlgorithm):
     """F(m x m, r x r), or F(m, r) along one axis.
 
     Parameters of the C kernel: `span_kib`, how many transformed inputs are held at a time; `inputs`, channels summed at
@@ -74,13 +74,13 @@ class Winograd(Algorithm):
 
     revision = 2
     spreads_nonfinite = True  # a tile mixes all its inputs
+    kernel = "cs_winograd"
+    slots = ("span_kib", "inputs", "outputs", "team")
 
     def __init__(self, m: int) -> None:
         self.m = m
         self.name = f"winograd{m}"
-
-    def _in_c(self, problem: ConvProblem) -> bool:
-        return problem.dtype != "float64" and _library.available()
+        self.before = (m,)
 
     def _frail(self, problem: ConvProblem) -> bool:
         return self.m + max(problem.R, problem.S) - 1 >= _FRAIL_POINTS and min(problem.R, problem.S) > 1
@@ -89,38 +89,34 @@ class Winograd(Algorithm):
         p = problem
         if (p.R, p.S) not in TILES:
             sizes = ", ".join(f"{R}x{S}" for R, S in TILES)
-            return f"Winograd is implemented for kernels of {sizes}, this one is {p.R}x{p.S}."
+            return f"Winograd needs kernels of {sizes}; this one is {p.R}x{p.S}."
         if p.stride_h != 1 or p.stride_w != 1:
-            return f"Winograd needs stride 1, this convolution has stride {p.stride_h}x{p.stride_w}."
+            return f"Winograd needs stride 1; this convolution has {strides(p)}."
         if p.dil_h != 1 or p.dil_w != 1:
-            return f"Winograd is implemented for dilation 1, this convolution has dilation {p.dil_h}x{p.dil_w}."
+            return f"Winograd needs dilation 1; this convolution has dilation {p.dil_h}x{p.dil_w}."
         if p.device != "cpu":
-            return f"Winograd is implemented for CPUs, this problem is on {p.device}."
+            return f"Winograd runs on CPUs; this problem is on {p.device}."
         if self.m not in TILES[p.R, p.S]:
             tiles = " and ".join(f"winograd{m}" for m in TILES[p.R, p.S])
-            return f"For {p.R}x{p.S} kernels there is {tiles}."
+            return f"Tiles of {self.m} need other kernels; for {p.R}x{p.S} there is {tiles}."
         if ((p.R, p.S) != (3, 3) or self.m not in _winograd_transforms.POINTS) and not self._in_c(p):
-            tile = f"Tiles of {self.m} for {p.R}x{p.S} kernels"
-            return f"{tile} are left to the C kernels, which do not do this: float64, or they are missing."
+            tiles = f"Tiles of {self.m} for {p.R}x{p.S} kernels"
+            return f"{tiles} need the C kernels, which compute in float32; this is float64, or they are missing."
         if self._frail(p) and min(p.H, p.W, p.P, p.Q) < _FRAIL_IMAGE:
-            return f"Tiles of {self.m} need images of {_FRAIL_IMAGE}x{_FRAIL_IMAGE} or more, in and out."
+            least, out = f"{_FRAIL_IMAGE}x{_FRAIL_IMAGE}", f"{p.P}x{p.Q}"
+            return f"Tiles of {self.m} need images of {least} or more; these are {p.H}x{p.W} in and {out} out."
         return None
 
-    def batch_invariant(self, problem: ConvProblem) -> bool:
-        return self._in_c(problem)  # each result is summed in an order that its place in the image decides
+    def _without_c(self, a: Tensor, b: Tensor, problem: ConvProblem, params: Params) -> Tensor:
+        return _winograd_torch.run(a, b, problem, self.m)
 
-    def workspace_bytes(self, problem: ConvProblem, params: Params = None) -> int:
-        if not self._in_c(problem):
-            return _winograd_torch.workspace_bytes(problem, self.m)
-        return _library.workspace_bytes("cs_winograd_bytes", problem, (self.m,), in_order(params, SLOTS))
+    def _bytes_without_c(self, problem: ConvProblem, params: Params) -> int:
+        return _winograd_torch.workspace_bytes(problem, self.m)
 
     def space(self, problem: ConvProblem) -> Space | None:
         if not self._in_c(problem):
             return None
         return _space(self, problem.direction == Direction.BACKWARD_WEIGHT, problem.threads > 1)
-
-    def _tune(self, problem: ConvProblem, params: Params) -> tuple[int, ...]:
-        return () if params is None else slots(self, problem, params, SLOTS)
 
     def error_grade(self, problem: ConvProblem) -> Grade:
         """Measured in float32 on normal, rectified and smooth data, 1 to 2,048 channels, all directions: the C kernels
@@ -135,27 +131,6 @@ class Winograd(Algorithm):
         if self._frail(problem) and math.prod(problem.result_shape) < _FRAIL_RESULTS:
             return Grade.LOOSE
         return Grade.DIRECT if self.m <= 3 and problem.R == problem.S == 3 else Grade.CLOSE
-
-    def _run(self, a: Tensor, b: Tensor, problem: ConvProblem, params: Params) -> Tensor:
-        if self._in_c(problem):
-            return _library.call("cs_winograd", a, b, problem, (self.m,), tune=self._tune(problem, params))
-        return _winograd_torch.run(a, b, problem, self.m)
-
-    def run_checked(
-        self, a: Tensor, b: Tensor, problem: ConvProblem, params: Params = None, bias: Tensor | None = None
-    ) -> Tensor | None:
-        if not self._in_c(problem):
-            return super().run_checked(a, b, problem, params, bias)
-        return _library.call_checked("cs_winograd", a, b, problem, (self.m,), bias, self._tune(problem, params))
-
-    def forward(self, x: Tensor, weight: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
-        return self._run(x, weight, problem.with_direction(Direction.FORWARD), params)
-
-    def backward_data(self, grad_y: Tensor, weight: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
-        return self._run(grad_y, weight, problem.with_direction(Direction.BACKWARD_DATA), params)
-
-    def backward_weight(self, x: Tensor, grad_y: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
-        return self._run(x, grad_y, problem.with_direction(Direction.BACKWARD_WEIGHT), params)
 
 
 @functools.cache
@@ -177,7 +152,7 @@ def _space(algorithm: Winograd, gradient: bool, shared: bool) -> Space:
             # A block beyond all channels is the same program as the next smaller one.
             if value is not None and value != usual[name] and value >= 2 * channels:
                 return False
-        return within(lambda v: algorithm.workspace_bytes(p, v), usual, values)
+        return within(algorithm, p, usual, values)
 
     rules = (
         Rule("one thread has nothing to share", lambda p, _: p.threads == 1, lambda *_: [{"team": 0}]),

@@ -1,4 +1,4 @@
-"""Where choices hold: what must be the same of processor, GPU and versions, as a fingerprint and in words."""
+"""The environment of measurements and choices: processor or GPU and versions, as a description and a fingerprint."""
 
 from __future__ import annotations
 
@@ -19,18 +19,34 @@ from convselect._version import __version__
 from convselect.machine import host
 
 MALLOC_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
-"""What decides whether glibc gives a large result's pages back after every call and faults them in at the next."""
+"""They decide whether glibc returns a large result's pages after every call and faults them in at the next."""
 
 ISA_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
 
+_VARYING = ("load_average", "threads", "cpus")
+"""What differs from run to run without making times incomparable; a problem has its own thread count."""
+
 _known: dict[str, tuple[str, dict[str, Any]]] = {}
+"""Device -> (fingerprint, description)."""
 descriptions: dict[str, dict[str, Any]] = {}
-"""Fingerprint -> description, of all that were asked for."""
+"""Fingerprint -> description, of all environments that `choice_environment` was asked for."""
+
+
+def fingerprint(description: Mapping[str, Any]) -> str:
+    """16 hex digits of the SHA-256 over all of a description that must be equal for times to be compared."""
+    kept = {key: value for key, value in description.items() if key not in _VARYING}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def cpu_fingerprint() -> str:
+    """The fingerprint of this machine's processor, instruction set and torch. Measurements made here hold where it is
+    exactly the same."""
+    return fingerprint(_cpu())
 
 
 def fingerprint_of(device: str) -> str | None:
-    """The fingerprint of this machine's processor, or of its current GPU; None where a GPU does not answer: then no
-    choice of another process can be known to hold."""
+    """The fingerprint of this machine's processor, or of its current GPU; None if a GPU does not answer: then no choice
+    of another process can be known to hold."""
     try:
         return choice_environment(device)[0]
     except Exception:
@@ -38,18 +54,20 @@ def fingerprint_of(device: str) -> str | None:
 
 
 def choice_environment(device: str) -> tuple[str, dict[str, Any]]:
-    """(fingerprint, description) of what must be the same for a choice to hold.
+    """(fingerprint, description) of what must be equal for a choice to hold.
+
+    Args:
+        device: "cpu", or "cuda" for the current GPU.
 
     Raises:
-        RuntimeError, AssertionError: whatever torch raises where a GPU does not answer.
+        RuntimeError, AssertionError: whatever torch raises if a GPU does not answer.
     """
     place = device if device == "cpu" else f"{device}:{torch.cuda.current_device() if _has_cuda() else None}"
     found = _known.get(place)
     if found is None:
-        description = _of_cpu() if device == "cpu" else _of_gpu()
-        found = (fingerprint(description), description)
-        _known[place] = found
-        descriptions[found[0]] = found[1]
+        description = _cpu() if device == "cpu" else _gpu()
+        found = _known[place] = (fingerprint(description), description)
+        descriptions[found[0]] = description
     return found
 
 
@@ -58,7 +76,7 @@ def _has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def _of_cpu() -> dict[str, Any]:
+def _cpu() -> dict[str, Any]:
     capability = host.cpu_capability()
     return {
         "family": host.family_of_host(capability),
@@ -68,7 +86,7 @@ def _of_cpu() -> dict[str, Any]:
     }
 
 
-def _of_gpu() -> dict[str, Any]:
+def _gpu() -> dict[str, Any]:
     if not _has_cuda():
         return {"family": "no-gpu", "torch": torch.__version__}
     try:
@@ -83,52 +101,15 @@ def _of_gpu() -> dict[str, Any]:
         "capability": list(capability),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "driver": getattr(torch._C, "_cuda_getDriverVersion", int)(),  # 0 where this build cannot tell
+        "driver": getattr(torch._C, "_cuda_getDriverVersion", int)(),  # 0 if this build cannot tell
         "hip": torch.version.hip,
         "cudnn": torch.backends.cudnn.version(),
         "triton": triton,
     }
 
 
-# What differs from run to run without making times incomparable.
-_PASSING = ("load_average", "threads", "cpus")
-
-
-def fingerprint(environment: Mapping[str, Any]) -> str:
-    """Of what must be equal for times to be compared: all of a description but load and thread count (a problem has its
-    own)."""
-    kept = {key: value for key, value in environment.items() if key not in _PASSING}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def cpu_fingerprint() -> str:
-    """Of this machine, as far as it changes which algorithm is fastest: processor, instruction set, torch. What is
-    measured here holds where this is the same, exactly."""
-    return fingerprint(_of_cpu())
-
-
-def user_cache() -> Path:
-    """Where this user's files of convselect lie: `CONVSELECT_CACHE`, else a folder of the platform's cache directory
-    (on Linux below `XDG_CACHE_HOME` or ~/.cache).
-
-    Raises:
-        OSError: where this user has no home.
-    """
-    if own := os.environ.get("CONVSELECT_CACHE"):
-        return Path(own)
-    import platformdirs
-
-    try:
-        found = Path(platformdirs.user_cache_dir("convselect", appauthor=False))
-    except RuntimeError as error:
-        raise OSError(f"this user has no home directory to keep a cache in: {error}") from error
-    if not found.is_absolute():  # earlier versions leave a "~" that nobody could expand
-        raise OSError("this user has no home directory to keep a cache in")
-    return found
-
-
 def run_environment() -> dict[str, object]:
-    """Where a measurement was made: everything known to change its result. Values are JSON's types."""
+    """Where a measurement is made: everything known to change its result. Values have types of JSON."""
     return {
         "device": cpu_model(),
         "isa": torch.backends.cpu.get_cpu_capability(),
@@ -168,3 +149,23 @@ def _onednn_version() -> str | None:
         return None
     found = re.search(r"(?:MKL-DNN|oneDNN) v?([\d.]+\d)", torch.__config__.show())
     return found.group(1) if found else "unknown"
+
+
+def user_cache() -> Path:
+    """The directory of this user's files: `CONVSELECT_CACHE`, by default a folder of the platform's cache directory (on
+    Linux below `XDG_CACHE_HOME` or ~/.cache).
+
+    Raises:
+        OSError: if this user has no home.
+    """
+    if own := os.environ.get("CONVSELECT_CACHE"):
+        return Path(own)
+    import platformdirs
+
+    try:
+        found = Path(platformdirs.user_cache_dir("convselect", appauthor=False))
+    except RuntimeError as error:
+        raise OSError(f"this user has no home directory to keep a cache in: {error}") from error
+    if not found.is_absolute():  # earlier versions of platformdirs leave a "~" that could not be expanded
+        raise OSError("this user has no home directory to keep a cache in")
+    return found

@@ -1,4 +1,4 @@
-"""What kind of machine this is, as far as an artifact is concerned. Asks torch, so that `inference` need not."""
+"""What kind of machine this is, as far as an artifact is concerned: device family and native 16-bit support."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from convselect.kernels import _library
 
 SIXTEEN_BIT_FLAGS = {"bfloat16": ("avx512_bf16", "amx_bf16"), "float16": ("avx512_fp16", "amx_fp16")}
-"""Processor features that decide whether native computes in a 16-bit type or emulates it, 5 to 30 times slower."""
+"""Processor features without which native emulates a 16-bit type, 5 to 30 times slower."""
 
 _MACHINES = {"x86_64": "x86", "amd64": "x86", "aarch64": "arm", "arm64": "arm"}
 _AVX512_ISAS = ("AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX10", "AVX512_CORE_AMX", "DEFAULT", "ALL")
@@ -25,9 +25,13 @@ def cpu_capability() -> str:
 def family_of_host(capability: str, machine: str | None = None, c_kernels: bool | None = None) -> str:
     """Name of a CPU's device family, for example "cpu-x86-avx2-c" or "cpu-arm-default".
 
-    `capability` as `cpu_capability` returns it, `machine` as `platform.machine` does (default: this machine's). The
-    suffix "-c" stands for the C kernels (`c_kernels`, default: whether they are loaded here): without them the same
-    algorithms are PyTorch's operations, whose times say nothing about the kernels'.
+    The suffix "-c" stands for the C kernels: without them the same algorithms are PyTorch's operations, whose times say
+    nothing about the kernels'.
+
+    Args:
+        capability: as `cpu_capability` returns it.
+        machine: as `platform.machine` returns it; default: this machine's.
+        c_kernels: whether they are loaded; default: as here.
     """
     machine = (machine or platform.machine()).lower()
     suffix = "-c" if (_library.available() if c_kernels is None else c_kernels) else ""
@@ -36,7 +40,7 @@ def family_of_host(capability: str, machine: str | None = None, c_kernels: bool 
 
 def family_of_cuda(capability: tuple[int, int]) -> str:
     """Name of a GPU's device family by its compute capability, for example "cuda-sm90". Cards of one
-    capability differ in size and bandwidth, but fall off the same fast paths."""
+    capability differ in size and bandwidth, but have the same fast paths."""
     major, minor = capability
     return f"cuda-sm{major}{minor}"
 
@@ -46,10 +50,15 @@ def host_flags(
     capabilities: Mapping[str, object] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> dict[str, bool]:
-    """Which native 16-bit instructions torch's convolutions can use here: every flag of `SIXTEEN_BIT_FLAGS`.
+    """Which native 16-bit instructions torch's convolutions can use here: flag of `SIXTEEN_BIT_FLAGS` -> whether.
 
-    All False where `ATEN_CPU_CAPABILITY` or `ONEDNN_MAX_CPU_ISA` holds torch below the instruction set that has them,
-    and where this torch cannot tell. The arguments default to this process's.
+    All are False if `ATEN_CPU_CAPABILITY` or `ONEDNN_MAX_CPU_ISA` restricts torch to an older instruction set, or if
+    this torch cannot tell.
+
+    Args:
+        capability: as `cpu_capability` returns it; default: of this process.
+        capabilities: as `torch.cpu.get_capabilities` returns them; default: of this process.
+        environment: environment variables; default: of this process.
     """
     capability = cpu_capability() if capability is None else capability
     environment = os.environ if environment is None else environment

@@ -1,4 +1,4 @@
-"""How much memory is free, and how much there is at all: what a workspace given as a share is a share of."""
+"""Free and total memory of a device, for workspaces given as a share of it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 _CGROUP = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
-# (limit, use, what of the use are cached files that would make room) by version of the interface.
+# Files of the two versions of the interface: (limit, bytes in use, field of memory.stat for cached files in them).
 _VERSIONS = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -16,18 +16,21 @@ _VERSIONS = (
 
 
 def free_bytes(device: str) -> int | None:
-    """Bytes that could be had on this kind of device now; None where that is not known.
+    """Bytes that can be allocated on this kind of device now; None if that is not known.
 
-    On the CPU what the system counts as available, within the control groups of the process. On "cuda" what the driver
-    has left on the current device and what PyTorch's caching allocator holds without using it.
+    On the CPU, what the system counts as available, within the limits of the process's control groups. On "cuda", what
+    is free on the current device, and what PyTorch's caching allocator holds without using it.
+
+    Args:
+        device: "cpu" or "cuda".
     """
     try:
         if device == "cuda":
             if not torch.cuda.is_available():
-                return None  # a problem that is only talked about here
+                return None  # the problem is another machine's
             cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
             return int(torch.cuda.mem_get_info()[0]) + cached
-        import psutil  # 10 ms, and most choices never ask
+        import psutil  # takes 10 ms, and most choices never need it
 
         return min([int(psutil.virtual_memory().available), *(limit - used for limit, used in _cgroup_limits())])
     except (ImportError, OSError, RuntimeError):
@@ -35,7 +38,7 @@ def free_bytes(device: str) -> int | None:
 
 
 def total_bytes(device: str) -> int | None:
-    """Bytes that there are on this kind of device, in use or not; None where that is not known."""
+    """All bytes of this kind of device, in use or not; None if that is not known."""
     try:
         if device == "cuda":
             return int(torch.cuda.mem_get_info()[1])
@@ -54,7 +57,7 @@ def _cgroup_limits() -> list[tuple[int, int]]:
 
 
 def _cgroup_folders() -> list[Path]:
-    """The process's own group and those above it, as far as this mount shows them."""
+    """The process's own group and those above it, as far as they are visible in this mount."""
     folders: list[Path] = []
     try:
         lines = _OWN_CGROUP.read_text().splitlines()
@@ -72,7 +75,7 @@ def _cgroup_folders() -> list[Path]:
 
 def _limit_of(folder: Path, limit_name: str, used_name: str, cached_name: str) -> tuple[int, int] | None:
     try:
-        limit = int((folder / limit_name).read_text())  # "max" is no number: no limit
+        limit = int((folder / limit_name).read_text())  # "max" (no limit) raises ValueError
         used = int((folder / used_name).read_text())
         statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         return limit, max(0, used - int(statistics.get(cached_name, 0)))

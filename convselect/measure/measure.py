@@ -1,9 +1,9 @@
-"""Measure every algorithm of the pool on one problem: the rows that training and the store are made of.
+"""Measure every algorithm of the pool on one problem, as rows for training and the store.
 
-Every applicable automatic algorithm within the workspace budget is checked against float64 first (wrong is recorded
-and never timed), then timed in interleaved rounds; those hopelessly behind after two warm rounds are dropped from the
-rest, native never. With one thread the label is the minimum CPU time of the calling thread, which neighbours on the
-machine disturb least; with more it is wall time.
+Every applicable automatic algorithm within the workspace budget is checked against float64 first (a wrong one is
+recorded and never timed), then timed in interleaved rounds. Those more than 2.5 times slower than the fastest after two
+warm rounds are dropped; native never is. With one thread the label is CPU time of the calling thread, which neighbours
+on the machine disturb least; with more it is wall time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,19 +23,16 @@ from convselect.measure.rows import NATIVE, Row
 from convselect.problem import CHANNELS_LAST, ConvProblem, Direction
 
 ERROR_BOUNDS = {"float64": 1e-11, "float32": 2e-4, "float16": 5e-3, "bfloat16": 3e-2}
-"""Relative L2 error beyond which a result is a mistake, whatever its error grade: some ten times the loosest grade."""
+"""Relative L2 error beyond which a result is wrong, whatever its error grade: about ten times the loosest grade."""
 
 _WARM_ROUNDS, _ROUNDS, _SLOW_ROUNDS = 2, 9, 7
 _SLOW_US = 5_000.0
 _DROP_FACTOR = 2.5
 
 
-# ---- measuring --------------------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Within this context torch computes on so many threads."""
+    """Within this context torch computes on `count` threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -72,12 +68,13 @@ def measure_problem(
     deadline_s: float = 6.0,
     repeat: int = 0,
 ) -> list[Row]:
-    """One row per applicable automatic algorithm (native always), checked first, then timed, on `problem.threads`.
+    """One row per applicable automatic algorithm (native always), checked first, then timed on `problem.threads`.
 
     Args:
-        workspace_bytes: budget per algorithm; default: that of the settings in force.
-        deadline_s: bound on the timed rounds after the first two; two rounds are always run.
-        repeat: number of this measurement of the problem; each has its own orders, the operands are the same.
+        model: for the rows.
+        workspace_bytes: budget per algorithm; default: that of the current settings.
+        deadline_s: bound on the timed rounds after the first two, which are always run.
+        repeat: number of this measurement of the problem; each has its own random orders, the operands are the same.
     """
     if workspace_bytes is None:
         workspace_bytes = settings.current().workspace_bytes
@@ -108,11 +105,10 @@ def measure_problem(
     for algorithm in pool:
         row = Row(model, problem, algorithm.name, algorithm.revision, status[algorithm.name], repeat=repeat)
         if algorithm.name in samples:
-            wall, thread = samples[algorithm.name]
-            clock, label = ("wall", wall) if problem.threads > 1 else ("thread", thread)
-            median, p20, p80 = (float(np.percentile(label, percent)) for percent in (50, 20, 80))
-            row = row._replace(clock=clock, min_us=min(label), median_us=median, p20_us=p20, p80_us=p80)
-            row = row._replace(wall_us=float(np.median(wall)), rounds=len(label))
+            wall = samples[algorithm.name]
+            clock, t = ("wall", wall) if problem.threads > 1 else ("thread", wall.on_thread_clock)
+            row = row._replace(clock=clock, min_us=t.min_us, median_us=t.median_us, p20_us=t.p20_us, p80_us=t.p80_us)
+            row = row._replace(wall_us=wall.median_us, rounds=len(wall.samples_us))
         rows.append(row)
     return rows
 
@@ -124,7 +120,7 @@ def _format(tensor: Tensor) -> torch.memory_format:
 def _call(
     algorithm: Algorithm, a: Tensor, b: Tensor, problem: ConvProblem, format: torch.memory_format
 ) -> Callable[[], Tensor]:
-    # What dispatch adds is part of the price: restoring the strides that native's result has, and the check that a
+    # What dispatch adds is part of the time: restoring the strides that native's result has, and checking that a
     # transform's result is finite.
     def call() -> Tensor:
         result = algorithm.run(a, b, problem)
@@ -137,38 +133,37 @@ def _call(
 
 def check(algorithm: Algorithm, a: Tensor, b: Tensor, problem: ConvProblem, want: Tensor, params: Params = None) -> str:
     """ "ok", "wrong" (shape, dtype, or further from the float64 result `want` than `ERROR_BOUNDS`), or "failed": it
-    raised, which is told on standard error."""
+    raised; the exception is printed on standard error."""
     try:
         got = algorithm.run(a, b, problem, params)
-    except Exception as raised:  # whatever it is, it must not end the collection, nor pass unseen
+    except Exception as raised:  # no exception may end the collection, or go unnoticed
         print(f"{algorithm.name} failed on {problem}: {type(raised).__name__}: {raised}", file=sys.stderr)
         return "failed"
     if got.shape != want.shape or got.dtype != problem.torch_dtype:
         return "wrong"
     distance, size = torch.linalg.vector_norm(got.double() - want).item(), torch.linalg.vector_norm(want).item()
-    # NaN is wrong; and where every window lies in the padding, only zeros are right.
+    # NaN is wrong; and if every window lies in the padding, only zeros are right.
     return "ok" if distance <= ERROR_BOUNDS[problem.dtype] * size else "wrong"
 
 
 def _timed(
     calls: Mapping[str, Callable[[], object]], seed: int, deadline_s: float, status: dict[str, str], *, wall: bool
-) -> dict[str, tuple[tuple[float, ...], tuple[float, ...]]]:
-    """name -> (wall, thread) samples in us; marks those dropped after the warm rounds as censored in `status`."""
+) -> dict[str, timing.Timing]:
+    """name -> its samples; those dropped after the warm rounds become "censored" in `status`."""
     if not calls:
         return {}
     deadline = timing.Deadline(deadline_s)
-    first = timing.interleaved(calls, _WARM_ROUNDS, seed=seed)
-    samples = {name: (t.samples_us, t.thread_us) for name, t in first.items()}
-    best = {name: min(pair[0 if wall else 1]) for name, pair in samples.items()}
+    samples = timing.interleaved(calls, _WARM_ROUNDS, seed=seed)
+    best = {name: (t if wall else t.on_thread_clock).min_us for name, t in samples.items()}
     fastest = min(best.values())
     kept = {name: call for name, call in calls.items() if name == NATIVE or best[name] <= _DROP_FACTOR * fastest}
     for name in calls.keys() - kept.keys():
         status[name] = "censored"
     rounds = (_SLOW_ROUNDS if fastest > _SLOW_US else _ROUNDS) - _WARM_ROUNDS
-    # Native alone is settled: more rounds would not change that it wins.
+    # If native alone is left, more rounds would not change that it wins.
     if len(kept) > 1 and not deadline.passed:
         rest = timing.interleaved(kept, rounds, seed=seed + 1, deadline_s=deadline.remaining_s)
         for name, t in rest.items():
-            wall_us, thread_us = samples[name]
-            samples[name] = (wall_us + t.samples_us, thread_us + t.thread_us)
+            warm = samples[name]
+            samples[name] = timing.Timing(warm.samples_us + t.samples_us, warm.thread_us + t.thread_us)
     return samples

@@ -1,4 +1,4 @@
-"""Measured times as rows, and as lines of a CSV file: what `measure` makes, and the store and training take."""
+"""Measured times as rows, and as lines of a CSV file: `measure` makes them, the store and training read them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,18 @@ import gzip
 import io
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 from convselect.problem import ConvProblem, Direction
 
 NATIVE = "native"
 STATUSES = ("ok", "wrong", "failed", "censored")
+
+PLAN_COST_US = {Direction.FORWARD: 25.0, Direction.BACKWARD_DATA: 60.0, Direction.BACKWARD_WEIGHT: 60.0}
+"""What running through a plan adds to an algorithm's time in a call: `python -m benchmarks.overhead` prints it. It
+decides on tiny problems. Times in rows are without it."""
+PLAN_COST_CUDA_US = 3.0
+"""The same on a GPU, whose queue hides most of what the host adds. A guess until one is measured."""
 
 KERNEL_CLASSES = ("1x1", "3x3", "strided", "depthwise", "grouped", "large", "other")
 
@@ -20,12 +26,16 @@ KERNEL_CLASSES = ("1x1", "3x3", "strided", "depthwise", "grouped", "large", "oth
 class Row(NamedTuple):
     """One algorithm on one problem.
 
-    `status` is "ok"; "censored": dropped after the first rounds as hopeless, with the time of those; "wrong": its
-    result was, and it was never timed; "failed": it raised. `clock` says what the times are: "thread" CPU time of the
-    calling thread (one thread), "wall", or "event", a GPU's own. `wall_us` is the median wall time of the same calls
-    (with events: of the GPU). Times in us, NaN
-    where there are none. `repeat` is 1 for a second, independent measurement, which tells how far the first can be
-    trusted; else 0.
+    Attributes:
+        model: the network that the problem is from, or another name for its origin.
+        status: "ok"; "censored": dropped after the first rounds as hopeless, with the time of those; "wrong": its
+            result was, and it was never timed; "failed": it raised.
+        clock: what the times are: "thread", CPU time of the calling thread (with one thread); "wall"; or "event", a
+            GPU's own.
+        min_us, median_us, p20_us, p80_us: in microseconds; NaN if there are none.
+        wall_us: median wall time of the same calls (with events: of the GPU).
+        rounds: number of timed calls.
+        repeat: 1 for a second, independent measurement, which tells how far the first can be trusted; else 0.
     """
 
     model: str
@@ -43,7 +53,7 @@ class Row(NamedTuple):
     repeat: int = 0
 
 
-_TIMES = ("min_us", "median_us", "p20_us", "p80_us", "wall_us")
+TIMES = ("min_us", "median_us", "p20_us", "p80_us", "wall_us")
 HEADER = ("model", "kernel_class", *ConvProblem._fields, *Row._fields[2:])
 _HEADERS = (HEADER, HEADER[:-1])  # files from before problems were measured twice lack `repeat`
 
@@ -65,20 +75,8 @@ def kernel_class(problem: ConvProblem) -> str:
 # ---- files ------------------------------------------------------------------------------------------------------
 
 
-def append_rows(path: str | Path, rows: Iterable[Row]) -> None:
-    """Add rows to a file in one write, so that a problem is in it whole or not at all; starts the file if need be.
-
-    A line that an interrupted write left unfinished is removed first.
-    """
-    text = _lines(rows)
-    with Path(path).open("a+b") as file:
-        whole = _whole_bytes(file)
-        file.truncate(whole)
-        file.write((("" if whole else _HEADER_LINE) + text).encode())
-
-
 def write_rows(path: str | Path, rows: Iterable[Row]) -> None:
-    """Write rows to a file of their own (`.gz`: compressed; the same rows give the same bytes)."""
+    """Write rows to a new file (`.gz`: compressed; the same rows give the same bytes)."""
     data = (_HEADER_LINE + _lines(rows)).encode()
     Path(path).write_bytes(gzip.compress(data, mtime=0) if Path(path).suffix == ".gz" else data)
 
@@ -90,30 +88,17 @@ def _lines(rows: Iterable[Row]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     for row in rows:
-        times = [f"{getattr(row, name):.3f}" for name in _TIMES]
+        times = [f"{getattr(row, name):.3f}" for name in TIMES]
         head = [row.algorithm, row.revision, row.status, row.clock]
         writer.writerow([row.model, kernel_class(row.problem), *row.problem, *head, *times, row.rounds, row.repeat])
     return text.getvalue()
-
-
-def _whole_bytes(file: BinaryIO) -> int:
-    """Size of a file up to its last newline; reads from its end only as far as it must."""
-    end = file.seek(0, io.SEEK_END)
-    while end > 0:
-        start = max(0, end - 4096)
-        file.seek(start)
-        found = file.read(end - start).rfind(b"\n")
-        if found >= 0:
-            return start + found + 1
-        end = start
-    return 0
 
 
 def read_rows(path: str | Path) -> list[Row]:
     """All complete rows of a file (`.gz`: compressed), in order. An unfinished last line is left out.
 
     Raises:
-        ValueError: where the header is not ours, or a row has an unknown status or a field that is not a number.
+        ValueError: if the header differs, or a row has an unknown status or a field that is not a number.
     """
     text = Path(path).read_bytes()
     if Path(path).suffix == ".gz":
@@ -123,31 +108,20 @@ def read_rows(path: str | Path) -> list[Row]:
     header = tuple(next(reader, ()))
     if header not in _HEADERS:
         raise ValueError(f"{path} is not a file of measured times of this version: its header differs")
-    n = len(ConvProblem._fields)
+    n = 2 + len(ConvProblem._fields)
     rows = []
     for cells in reader:
         if len(cells) != len(header):
             raise ValueError(f"{path}, line {reader.line_num}: {len(cells)} fields instead of {len(header)}")
-        algorithm, revision, status, clock, *numbers, rounds, repeat = cells[2 + n :] + ["0"] * (
-            len(HEADER) - len(header)
-        )
+        missing = ["0"] * (len(HEADER) - len(header))
+        algorithm, revision, status, clock, *numbers, rounds, repeat = cells[n:] + missing
         if status not in STATUSES:
             raise ValueError(f"{path}, line {reader.line_num}: unknown status {status!r}")
-        problem = _problem(cells[2 : 2 + n])
-        times = dict(zip(_TIMES, map(float, numbers), strict=True))
+        times = dict(zip(TIMES, map(float, numbers), strict=True))
         rows.append(
-            Row(
-                cells[0],
-                problem,
-                algorithm,
-                int(revision),
-                status,
-                clock,
-                **times,
-                rounds=int(rounds),
-                repeat=int(repeat),
-            )
-        )
+            Row(cells[0], _problem(cells[2:n]), algorithm, int(revision), status, clock, **times,
+                rounds=int(rounds), repeat=int(repeat))
+        )  # fmt: skip
     return rows
 
 
@@ -163,9 +137,9 @@ def _problem(cells: Sequence[str]) -> ConvProblem:
 
 
 def environment_path(path: str | Path) -> Path:
-    """The file beside a CSV file of times that says where they were measured."""
+    """The file beside a CSV file of times that describes where they were measured."""
     return Path(f"{path}.env.json")
 
 
 MACHINE = ("family", "host_flags", "device", "torch")
-"""What of an environment must be equal for times to be mixed."""
+"""Fields of an environment that must be equal for times to be mixed."""

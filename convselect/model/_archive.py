@@ -26,7 +26,7 @@ def read(source: str | os.PathLike[str] | bytes, what: str) -> tuple[str, dict[s
         what: what the file should be, for messages.
 
     Raises:
-        ArtifactError: where it is missing or damaged, or holds anything but a card and floating-point arrays.
+        ArtifactError: if it is missing or damaged, or holds anything but a card and floating-point arrays.
     """
     try:
         # Read first: numpy leaves a damaged file open.
@@ -51,7 +51,7 @@ def finite(arrays: Mapping[str, Array], what: str) -> dict[str, Array]:
     """The same arrays, read-only.
 
     Raises:
-        ArtifactError: where one holds an infinity or a NaN.
+        ArtifactError: if one holds an infinity or a NaN.
     """
     if not all(np.isfinite(array).all() for array in arrays.values()):
         raise ArtifactError(f"the {what} holds values that are not finite: it is damaged")
@@ -66,7 +66,7 @@ def write(path: str | os.PathLike[str], card: str, arrays: Mapping[str, npt.NDAr
     whole or not at all.
 
     Raises:
-        OSError: where that is not possible.
+        OSError: if that is not possible.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A new machine: time a few problems and add a correction per algorithm to the nearest artifact.
+"""Calibration for a new machine: time a few problems, add a correction per algorithm to the nearest artifact.
 
 What a model learned elsewhere is mostly right here as well: how algorithms scale with sizes is their own. What differs
 is how they stand to native as a whole (another processor, another oneDNN). A shrunk additive correction of
@@ -6,8 +6,8 @@ ln(t_native / t) per algorithm, from 20 to 60 problems, takes most of that back:
 
     b_a = n / (n + SHRINK) * median over n problems of (measured gain - predicted gain)
 
-over those problems where the algorithm is near native or better, as measured or as predicted: how hopeless the hopeless
-are is nothing that training asks a model to know, and a mean over all made good models worse.
+over the problems on which the algorithm is near native or better, as measured or as predicted: training does not ask a
+model how slow slow algorithms are, and a mean over all problems made good models worse.
 
 The correction is kept in the user's cache, under the fingerprint of the machine, and holds for that machine alone.
 """
@@ -23,18 +23,17 @@ from pathlib import Path
 import numpy as np
 
 from convselect import timing
-from convselect.choice.choose import PLAN_COST_US
 from convselect.kernels.pool import ALL
 from convselect.machine import host
 from convselect.machine.environment import cpu_fingerprint
 from convselect.measure.measure import measure_problem
-from convselect.measure.rows import NATIVE, Row
+from convselect.measure.rows import NATIVE, PLAN_COST_US, Row
 from convselect.model.inference import Calibration, Predictor
 from convselect.model.loaded import calibration_path, digest, nearest_artifact
 from convselect.problem import ConvProblem
 
 SHRINK = 4.0
-"""As many problems without any correction are imagined beside those measured: few measurements move little."""
+"""Weight of a correction of 0, in problems: few measurements change little."""
 RELEVANT = -0.3
 """Least ln(t_native / t), measured or predicted, of an algorithm that says something about its correction."""
 PROBLEMS = Path(__file__).parent / "calibration.txt"
@@ -51,7 +50,7 @@ class Report:
         problems: how many were timed.
         bias: algorithm -> correction of its predicted ln(t_native / t); those of which nothing was seen are not in it.
         times: algorithm -> how many problems said something about it.
-        path: where the correction was written; None where it was not.
+        path: where the correction was written; None if it was not.
     """
 
     artifact: str
@@ -101,7 +100,7 @@ def calibrate(
     write: bool = True,
     on_problem: Callable[[int, int], object] | None = None,
 ) -> Report:
-    """Time problems for about so many seconds, fit the correction, and keep it for this machine.
+    """Time problems for about `seconds`, fit the correction, and keep it for this machine.
 
     Args:
         measure: problem -> its rows; default: `measure_problem` with every algorithm.
@@ -109,9 +108,12 @@ def calibrate(
         on_problem: called with (problems timed, problems there are).
 
     Raises:
-        ArtifactError: where there is no artifact to correct, or it is damaged.
-        OSError: where the correction cannot be written.
+        ArtifactError: if there is no artifact to correct, or it is damaged.
+        OSError: if the correction cannot be written.
+        AssertionError: if this machine's clocks cannot be trusted.
     """
+    if measure is None:
+        timing.assert_trustworthy()
     artifact = nearest_artifact()
     predictor = Predictor.load(artifact, host_flags=host.host_flags())
     todo = problems(threads)

@@ -1,7 +1,7 @@
-"""Collect measured times into a store, within a time budget, so that it can be interrupted and gone on with.
+"""Collect measured times into a store, within a time budget, so that it can be interrupted and continued.
 
-A collection is divided into blocks of problems between two timings of a *sentinel*, a fixed native convolution: where
-that moved, the machine was not the same before and after, and whoever reads the store can leave the block out. At the
+A collection is divided into blocks of problems between two timings of a *sentinel*, a fixed native convolution: if
+its time changed, so did the machine, and whoever reads the store can leave the block out. At the
 end some of the problems are measured a second time, independently: how often the winner changes is how far any label
 can be trusted.
 """
@@ -24,14 +24,14 @@ from convselect.machine.environment import run_environment
 from convselect.measure.measure import measure_problem, operands, threads
 from convselect.measure.rows import NATIVE, Row
 from convselect.problem import ConvProblem, conv_problem
-from convselect.store.store import Store, pool_mark
+from convselect.store.store import Store, pool_fingerprint
 
 BLOCK = 50
 """Problems between two sentinels."""
 DRIFT = 1.05
 """A block across which the sentinel's time moves by more than this ratio counts as drifting."""
 REPEAT_SHARE = 0.07
-"""Of the problems, measured twice."""
+"""Share of the problems that is measured twice."""
 SENTINEL = conv_problem(1, 64, 28, 28, 64, 3, 3, padding=1)
 
 Item = tuple[str, ConvProblem]
@@ -117,83 +117,103 @@ def collect(
     Args:
         problems: (model, problem); their `threads` say on how many they are measured.
         runner: where they run; default: in this process.
-        description: of the environment; default: this process's. With a runner elsewhere, that of its machines.
-        minutes: stop after the problem during which so many have passed; part of them is kept for the second
+        description: the environment; default: this process's. With a runner elsewhere, that of its machines.
+        minutes: stop after the problem during which this much time has passed; part of it is kept for the second
             measurements. None: when the problems end.
-        repeat_share: of the problems measured now, so many are measured a second time.
+        repeat_share: share of the problems measured now that is measured a second time.
+        block_size: problems between two sentinels.
         device: the kind of device that the problems are for; algorithms of others are no part of the pool.
         on_problem: called after each with the problem and whether it was measured now.
 
     Ctrl-C ends it early, with `interrupted` set in the report; a killed process leaves whole problems behind.
     """
-    runner = runner or in_this_process(algorithms)
-    number = store.environment(description if description is not None else environment())
-    pool = pool_mark({a.name: a.revision for a in algorithms if a.automatic and device in a.devices})
-    done = store.measured(number, pool)
-    report = Report()
-    whole = timing.Deadline(None if minutes is None else 60 * minutes, clock=clock)
-    first = timing.Deadline(None if minutes is None else 60 * minutes / (1 + repeat_share), clock=clock)
-    measured: list[Item] = []
+    environment_number = store.environment(description if description is not None else environment())
+    pool = pool_fingerprint({a.name: a.revision for a in algorithms if a.automatic and device in a.devices})
+    collection = _Collection(store, environment_number, pool, sentinel, block_size, on_problem or (lambda *_: None))
+    run = runner or in_this_process(algorithms)
+    seconds = None if minutes is None else 60 * minutes
+    whole = timing.Deadline(seconds, clock=clock)
+    first = timing.Deadline(None if seconds is None else seconds / (1 + repeat_share), clock=clock)
+    try:
+        collection.measure(run(collection.new(problems, first)))
+        collection.measure(run(collection.again(repeat_share, whole)))
+    except KeyboardInterrupt:
+        collection.report.interrupted = True
+    return collection.report
 
-    def fresh(deadline: timing.Deadline) -> Iterator[tuple[str, ConvProblem, int]]:
+
+class _Collection:
+    """The state of one collection: what was measured, and the open block."""
+
+    def __init__(
+        self,
+        store: Store,
+        environment: int,
+        pool: str,
+        sentinel: Callable[[], float],
+        block_size: int,
+        on_problem: Callable[[ConvProblem, bool], object],
+    ) -> None:
+        self.report = Report()
+        self._store, self._environment, self._pool = store, environment, pool
+        self._sentinel, self._block_size, self._on_problem = sentinel, block_size, on_problem
+        self._known = store.measured(environment, pool)
+        self._measured: list[Item] = []
+        self._block = store.next_block(environment)
+
+    def new(self, problems: Iterable[Item], deadline: timing.Deadline) -> Iterator[tuple[str, ConvProblem, int]]:
+        """The problems that the store does not have, until the time is up."""
         for model, problem in problems:
             if deadline.passed:
                 return
-            if problem in done:
-                report.skipped += 1
-                if on_problem is not None:
-                    on_problem(problem, False)
-                continue
-            done.add(problem)
-            yield model, problem, 0
+            if problem in self._known:
+                self.report.skipped += 1
+                self._on_problem(problem, False)
+            else:
+                self._known.add(problem)
+                yield model, problem, 0
 
-    def again(deadline: timing.Deadline) -> Iterator[tuple[str, ConvProblem, int]]:
-        count = round(repeat_share * len(measured))
-        for index in np.random.default_rng(0).permutation(len(measured))[:count]:
+    def again(self, share: float, deadline: timing.Deadline) -> Iterator[tuple[str, ConvProblem, int]]:
+        """A share of the problems measured now, until the time is up."""
+        order = np.random.default_rng(0).permutation(len(self._measured))
+        for index in order[: round(share * len(order))]:
             if deadline.passed:
                 return
-            yield (*measured[index], 1)
+            yield (*self._measured[index], 1)
 
-    block = store.next_block(number)
-    try:
-        for source, deadline in ((fresh, first), (again, whole)):
-            results = runner(source(deadline))
-            before, in_block = None, 0
-            for rows in results:
-                if before is None:
-                    before = sentinel()
-                _note(report, rows)
-                store.add(number, rows, pool=pool, block=block)
-                problem = rows[0].problem
-                if rows[0].repeat:
-                    report.repeated += 1
-                else:
-                    report.measured += 1
-                    measured.append((rows[0].model, problem))
-                in_block += 1
-                if on_problem is not None:
-                    on_problem(problem, True)
-                if in_block == block_size:
-                    after = sentinel()
-                    _close_block(store, report, number, block, before, after)
-                    block, before, in_block = block + 1, after, 0
-            if before is not None and in_block:
-                _close_block(store, report, number, block, before, sentinel())
-                block += 1
-    except KeyboardInterrupt:
-        report.interrupted = True
-    return report
+    def measure(self, results: Iterator[list[Row]]) -> None:
+        """Store results, in blocks between two sentinels; a sentinel between two blocks serves both."""
+        before, in_block = None, 0
+        for rows in results:
+            if before is None:
+                before = self._sentinel()
+            self._keep(rows)
+            in_block += 1
+            if in_block == self._block_size:
+                before, in_block = self._close_block(before), 0
+        if before is not None and in_block:
+            self._close_block(before)
 
+    def _keep(self, rows: Sequence[Row]) -> None:
+        model, problem, repeat = rows[0].model, rows[0].problem, rows[0].repeat
+        for row in rows:
+            if row.status in ("wrong", "failed"):
+                getattr(self.report, row.status).append((row.algorithm, problem))
+        self._store.add(self._environment, rows, pool=self._pool, block=self._block)
+        if repeat:
+            self.report.repeated += 1
+        else:
+            self.report.measured += 1
+            self._measured.append((model, problem))
+        self._on_problem(problem, True)
 
-def _close_block(store: Store, report: Report, number: int, block: int, before: float, after: float) -> None:
-    store.add_sentinel(number, block, before, after)
-    report.drift[block] = max(before / after, after / before)
-
-
-def _note(report: Report, rows: Sequence[Row]) -> None:
-    for row in rows:
-        if row.status in ("wrong", "failed"):
-            getattr(report, row.status).append((row.algorithm, row.problem))
+    def _close_block(self, before: float) -> float:
+        """Returns the sentinel's time, us, after the block."""
+        after = self._sentinel()
+        self._store.add_sentinel(self._environment, self._block, before, after)
+        self.report.drift[self._block] = max(before / after, after / before)
+        self._block += 1
+        return after
 
 
 # ---- on other processes and machines ----------------------------------------------------------------------------
@@ -209,8 +229,13 @@ def measure_task(model: str, problem: ConvProblem, repeat: int) -> list[Row]:
         return measure_problem(model, problem, repeat=repeat)
 
 
-def worker_environment() -> dict[str, Any]:
-    """A worker's description of itself, for comparing it with the others."""
+def trusted_environment() -> dict[str, Any]:
+    """The description of this process, after a check of its clocks.
+
+    Raises:
+        AssertionError: if they cannot be trusted.
+    """
+    timing.assert_trustworthy()
     return environment()
 
 
@@ -221,14 +246,14 @@ def on_dask(client: Any, ahead: int = 4) -> tuple[Runner, dict[str, Any]]:
         ahead: tasks per worker that are handed out before their results are asked for.
 
     Raises:
-        ValueError: where there are no workers, or they are different machines, whose times must not be mixed.
+        ValueError: if there are no workers, or they are different machines, whose times must not be mixed.
     """
     from distributed import as_completed
 
     from convselect.machine.environment import fingerprint
 
     client.wait_for_workers(1)
-    found = list(client.run(worker_environment).values())
+    found = list(client.run(trusted_environment).values())
     if not found:
         raise ValueError("the cluster has no workers")
     if len({fingerprint(one) for one in found}) > 1:

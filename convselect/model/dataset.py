@@ -1,21 +1,21 @@
-"""Measured times as rows of a CSV file, and as one table for training: what `measure` writes and `train` reads."""
+"""Measured times as one table for training, from stores, our CSV files and other people's; network families, folds."""
 
 from __future__ import annotations
 
 import csv
 import gzip
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from convselect.measure.rows import MACHINE, NATIVE, Row, environment_path, read_rows
+from convselect.measure.rows import NATIVE, PLAN_COST_CUDA_US, PLAN_COST_US, Row
 from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, conv_problem
+from convselect.store.times import read_times
 
 
 def family_of(model: str) -> str:
@@ -28,28 +28,23 @@ def read_measurements(paths: Sequence[str | Path], max_drift: float | None = Non
     """(rows, the machine that measured them: family, host_flags, device, torch) of stores and of our CSV files.
 
     Args:
-        max_drift: of a store, leave out blocks across which the sentinel moved by more than this ratio.
+        max_drift: leave out blocks of a store across which the sentinel moved by more than this ratio.
 
     Raises:
-        ValueError: where they come from machines whose times must not be mixed, or hold nothing.
-        OSError: where a file cannot be read.
+        ValueError: if they come from machines whose times must not be mixed, or hold nothing.
+        OSError: if a file cannot be read.
     """
-    from convselect.store.store import Store, is_store
-
     rows: list[Row] = []
     machines: list[tuple[str, dict[str, Any]]] = []
     for path in paths:
-        if is_store(path):
-            with Store(path) as store:
-                environments = list(store.environments().values())
-                rows += store.rows(max_drift=max_drift)
-        else:
-            environments = [json.loads(environment_path(path).read_text())["machine"]]
-            rows += read_rows(path)
-        machines += [(str(path), {name: one[name] for name in MACHINE}) for one in environments]
-    for path, machine in machines:
+        for machine, found in read_times(path, max_drift):
+            if not machine:
+                raise FileNotFoundError(f"{path} does not say where it was measured: there is no {path}.env.json")
+            rows += found
+            machines.append((str(path), machine))
+    for name, machine in machines:
         if machine != machines[0][1]:
-            raise ValueError(f"{path} was measured on {machine}, {machines[0][0]} on {machines[0][1]}")
+            raise ValueError(f"{name} was measured on {machine}, {machines[0][0]} on {machines[0][1]}")
     if not rows:
         raise ValueError(f"{', '.join(map(str, paths))} hold no measurements")
     return rows, machines[0][1]
@@ -65,8 +60,8 @@ class Table:
     Attributes:
         problems, models: one per line; the model the problem was taken from.
         names: algorithms, "native" first, then by name; one per column.
-        times_us: (problems, names), NaN where an algorithm does not apply, was wrong or failed.
-        revisions: of the algorithms, as measured.
+        times_us: (problems, names), NaN if an algorithm does not apply, was wrong or failed.
+        revisions: revision of each algorithm, as measured.
     """
 
     problems: list[ConvProblem]
@@ -77,12 +72,12 @@ class Table:
 
     @classmethod
     def from_rows(cls, rows: Iterable[Row]) -> Table:
-        """Only the latest revision of each algorithm counts; of two rows for the same problem the lower time, but
-        second measurements (`repeat`) are left out: they judge the first. Problems
-        without a time for native, or with nothing to choose from beside it, are left out.
+        """Only the latest revision of each algorithm counts, and the lower time of two rows for the same problem. Left
+        out are second measurements (`repeat`), which judge the first, and problems without a time for native or for
+        any other algorithm.
 
         Raises:
-            ValueError: where nothing is left.
+            ValueError: if nothing is left.
         """
         rows = [row for row in rows if not row.repeat]
         revisions: dict[str, int] = {}
@@ -112,8 +107,16 @@ class Table:
 
     @property
     def native(self) -> int | None:
-        """The column of "native", where there is one."""
+        """The column of "native"; None if there is none."""
         return self.names.index(NATIVE) if NATIVE in self.names else None
+
+    def with_plan_costs(self) -> Table:
+        """The table with what running through a plan costs added to every time but native's, which needs no plan."""
+        costs_us = [PLAN_COST_US[p.direction] if p.device == "cpu" else PLAN_COST_CUDA_US for p in self.problems]
+        times_us = self.times_us + np.array(costs_us)[:, None]
+        if self.native is not None:
+            times_us[:, self.native] = self.times_us[:, self.native]
+        return replace(self, times_us=times_us)
 
     def part(self, members: npt.NDArray[Any]) -> Table:
         """The table of some of its problems: a mask or indices (m,)."""
@@ -132,14 +135,14 @@ _LAYOUTS = {"nchw": CONTIGUOUS, "nhwc": CHANNELS_LAST}
 
 def read_wide(path: str | Path) -> Table:
     """A table of times measured by others: CSV (`.gz`: compressed) with one line per problem and one column
-    `<name>_ms` per algorithm, milliseconds, empty where it does not apply.
+    `<name>_ms` per algorithm, milliseconds, empty if it does not apply.
 
     Columns N C H W K R S stride_h/w pad_h/w dil_h/w groups are needed; direction (forward), dtype (FP32), layout (NCHW)
     and a source (`model`, `source` or `arch`) may be missing. Lines with fewer than two times, of which there is
     nothing to choose, are left out.
 
     Raises:
-        ValueError: where columns are missing, a cell is not a number, or nothing is left; with file and line.
+        ValueError: if columns are missing, a cell is not a number, or nothing is left; with file and line.
     """
     data = Path(path).read_bytes()
     text = gzip.decompress(data) if Path(path).suffix == ".gz" else data
@@ -213,14 +216,14 @@ def folds(models: Sequence[str], n_folds: int, seed: int = 0) -> tuple[npt.NDArr
 
 
 def ratio_target(times: npt.NDArray[np.float64], alpha: float = 1.0) -> npt.NDArray[np.float64]:
-    """Ratio-preserving probabilities p_i = t_i**-alpha / sum_k t_k**-alpha per row, (n, c) -> (n, c); 0 where NaN.
+    """Ratio-preserving probabilities p_i = t_i**-alpha / sum_k t_k**-alpha per row, (n, c) -> (n, c); 0 for NaN.
 
     alpha = 1 is the target of ICLR 2025 submission 13039 (a kernel b times faster gets b times the probability, in
     any unit of time); larger exponents sharpen it, infinity is one-hot. Computed in logarithms, so that nothing
     overflows.
 
     Raises:
-        ValueError: where a row has no finite time, or a time is not positive.
+        ValueError: if a row has no finite time, or a time is not positive.
     """
     finite = np.isfinite(times)
     if not finite.any(axis=-1).all():

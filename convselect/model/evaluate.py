@@ -1,7 +1,7 @@
 """How good choices are on measured times: figures, splits, and cross-validation of anything that ranks algorithms.
 
-Throughout, `times_us` is (n, c) with NaN where an algorithm does not apply, and `gains` (n, c) are predicted
-ln(t_reference / t), the reference being native or, where nobody measured a native, any constant per problem.
+Throughout, `times_us` is (n, c) with NaN if an algorithm does not apply, and `gains` (n, c) are predicted
+ln(t_reference / t), the reference being native or, if native was not measured, any constant per problem.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from convselect.choice.choose import GRADE_OF_PRECISION
+from convselect.kernels._contract import GRADE_OF_PRECISION
 from convselect.kernels.pool import BY_NAME
 from convselect.measure.rows import Row, kernel_class
 from convselect.model.dataset import Table, family_of, folds
@@ -82,7 +82,7 @@ def best_single(times_us: Floats, order: Sequence[int]) -> Ints:
 
 def judge(choice: Ints, times_us: Floats, native: int | None = 0) -> dict[str, float]:
     """How good choices (n,) are on measured times (n, c). Fraction of oracle = oracle time / chosen time; what compares
-    with native is left out where there is none."""
+    with native is left out if there is none."""
     rows = np.arange(len(choice))
     oracle, taken = np.nanmin(times_us, 1), times_us[rows, choice]
     fraction = oracle / taken
@@ -116,8 +116,8 @@ def geomean(ratios: Floats) -> float:
 
 
 def best_margin(gains: Floats, times_us: Floats, native: int | None = 0) -> float:
-    """The margin that harms the fewest problems among those that cost next to no speed (`MARGIN_COST`); 0 where there
-    is no native to keep."""
+    """The margin that harms the fewest problems among those that cost next to no speed (`MARGIN_COST`); 0 if there is
+    no native to keep."""
     if native is None:
         return 0.0
     found = {margin: judge(chosen(gains, times_us, margin, native), times_us, native) for margin in MARGINS}
@@ -231,7 +231,7 @@ def cross_validated(
     table: Table, fit: Fit, fold: Ints, only: Iterable[int] | None = None
 ) -> tuple[Floats, dict[str, Any]]:
     """(held-out gains (m, c), figures on those problems). The margin of a fold is chosen on the other folds' held-out
-    gains; where only one fold was held out, on one of the others, learned from the rest."""
+    gains; if only one fold was held out, on one of the others, learned from the rest."""
     gains, members = held_out(table, fit, fold, only)
     times, native, of = admitted(table)[members], table.native, fold[members]
     choice = np.zeros(len(members), np.int64)

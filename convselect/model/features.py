@@ -30,7 +30,7 @@ FEATURE_NAMES: tuple[str, ...] = (
     *("flops", "bytes", "intensity", "gemm_m", "gemm_n", "gemm_k"),
     # the power of two that divides, up to 7: vectors, alignment, tiles without a rest
     *(f"twos_{size}" for size in ("C", "K", "C/G", "K/G", "N", "W", "Q", "HW", "PQ", "NPQ")),
-    # log2 of computed over useful results when the matrix product is cut into tiles of so many
+    # log2 of computed over useful results when the matrix product is cut into tiles of this size
     *(f"waste_gemm_{side}_{tile}" for tile in (16, 32, 64, 128) for side in "mnk"),
     *("waste_gemm_m_256", "waste_gemm_n_256"),
     # log2 of computed over useful results when the result's image is cut into m x m tiles
@@ -49,7 +49,7 @@ def features(problem: ConvProblem) -> npt.NDArray[np.float32]:
     """The feature vector of `problem`, shape (len(FEATURE_NAMES),), float32, fresh and writable.
 
     Raises:
-        ValueError: where a size is not positive (an empty batch, a kernel larger than the image): nothing to predict.
+        ValueError: if a size is not positive (an empty batch, a kernel larger than the image): nothing to predict.
     """
     (direction, N, C, H, W, K, R, S, stride_h, stride_w, pad_top, pad_bottom, pad_left, pad_right,
      dil_h, dil_w, G, dtype, layout, weight_layout, _, threads, deterministic, tf32, frozen) = problem  # fmt: skip
@@ -58,7 +58,6 @@ def features(problem: ConvProblem) -> npt.NDArray[np.float32]:
         raise ValueError(f"nothing to predict: a size is not positive in {problem}")
     pad_h, pad_w = pad_top + pad_bottom, pad_left + pad_right
     forward, backward_data = direction == _FORWARD, direction == _BACKWARD_DATA
-    unit_stride = stride_h == stride_w == 1
 
     # Products of sizes are sums of logarithms: nine logarithms serve the dozen quantities below.
     log_N, log_C, log_K, log_G, log_R, log_S = log2(N), log2(C), log2(K), log2(G), log2(R), log2(S)
@@ -67,25 +66,22 @@ def features(problem: ConvProblem) -> npt.NDArray[np.float32]:
     taps, spatial = log_c + log_R + log_S, log_N + log_P + log_Q
     flops = 1.0 + log_K + spatial + taps
     traffic = log2(problem.bytes)
+    # The sides of the matrix product, as `ConvProblem.gemm` (which costs more): their logarithms, and the last indices.
+    npq, depth_c, depth_k = N * P * Q, C // G, K // G
+    filter_size = depth_c * R * S
     if forward:
         gemm_m, gemm_n, gemm_k = log_k, spatial, taps
+        m, n, k = depth_k - 1, npq - 1, filter_size - 1
     elif backward_data:
         gemm_m, gemm_n, gemm_k = taps, spatial, log_k
+        m, n, k = filter_size - 1, npq - 1, depth_k - 1
     else:
         gemm_m, gemm_n, gemm_k = log_k, taps, spatial
+        m, n, k = depth_k - 1, filter_size - 1, npq - 1
 
     # What a Winograd algorithm tiles: the image it computes, or, for the weight gradient, grad_y.
     rows, columns = (H, W) if backward_data else (P, Q)
     area = rows * columns
-    npq, depth_c, depth_k = N * P * Q, C // G, K // G
-    columns_c = depth_c * R * S
-    # The sides of the matrix product, as in `ConvProblem.gemm`, less one: the last index in use.
-    if forward:
-        m, n, k = depth_k - 1, npq - 1, columns_c - 1
-    elif backward_data:
-        m, n, k = columns_c - 1, npq - 1, depth_k - 1
-    else:
-        m, n, k = depth_k - 1, columns_c - 1, npq - 1
     # 2^7 added in as a bit: the lowest set bit is then at most that.
     C_, K_, c_, k_, N_, W_, Q_ = C | 128, K | 128, depth_c | 128, depth_k | 128, N | 128, W | 128, Q | 128
     hw_, pq_, npq_ = H * W | 128, P * Q | 128, npq | 128
@@ -111,11 +107,8 @@ def features(problem: ConvProblem) -> npt.NDArray[np.float32]:
         forward, backward_data, not (forward or backward_data),
         dtype == "float32", dtype == "float64", dtype == "float16", dtype == "bfloat16",
         layout == CONTIGUOUS, layout == CHANNELS_LAST, weight_layout == CHANNELS_LAST,
-        pad_top != pad_bottom or pad_left != pad_right,
-        G == C and G > 1,
-        R == S == 1 and unit_stride and not (pad_h or pad_w),
-        stride_h == R and stride_w == S and dil_h == dil_w == 1 and not (pad_h or pad_w),
-        R == S == 3 and unit_stride and dil_h == dil_w == 1,
+        not problem.symmetric_padding, problem.is_depthwise, problem.is_pointwise, problem.is_patch,
+        R == S == 3 and stride_h == stride_w == dil_h == dil_w == 1,
         log2(threads), deterministic, tf32, frozen,
     )  # fmt: skip
     # `array` converts a tuple of numbers several times faster than numpy does.

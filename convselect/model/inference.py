@@ -1,4 +1,4 @@
-"""`Predictor`: one artifact file, run in numpy, or in C where the kernels are loaded. No torch, no training code, no
+"""`Predictor`: one artifact file, run in numpy, or in C if the kernels are loaded. No torch, no training code, no
 allocation in the matrix products.
 
 An artifact is one `.npz` file without pickles: the folded matrices of a Reformer (`reformer.fold`), possibly stored in
@@ -117,7 +117,7 @@ class Calibration:
     """Corrections of one artifact for one machine.
 
     Attributes:
-        fingerprint: of the machine, `cpu_fingerprint`.
+        fingerprint: `cpu_fingerprint` of the machine.
         artifact, digest: name of the model file's family, and digest of its bytes.
         bias: algorithm -> what to add to its predicted ln(t_native / t).
         problems: how many were timed.
@@ -220,17 +220,17 @@ class Predictor:
     def load(cls, source: str | os.PathLike[str] | bytes, host_flags: Mapping[str, bool] | None = None) -> Predictor:
         """Read an artifact from a path or from the bytes of one.
 
-        `host_flags` are this machine's processor features (`host.host_flags()`); where those of `SIXTEEN_BIT_FLAGS`
+        `host_flags` are this machine's processor features (`host.host_flags()`); if those of `SIXTEEN_BIT_FLAGS`
         differ from the measuring machine's, or are not given, 16-bit problems are declined.
 
         Raises:
-            ArtifactError: where the file is missing, damaged, or made for another version.
+            ArtifactError: if the file is missing, damaged, or made for another version.
         """
         text, arrays = _archive.read(source, WHAT)
         return cls(Card.from_json(text), arrays, host_flags)
 
     def corrected(self, bias: Mapping[str, float], host_flags: Mapping[str, bool] | None = None) -> Predictor:
-        """The same model with so much added to algorithms' predicted log gains; native's stays 0."""
+        """The same model with `bias` added to the algorithms' predicted log gains; native's stays 0."""
         arrays = dict(self._arrays)
         head = arrays["head"].copy()
         for i, name in enumerate(self.card.algorithm_names):
@@ -308,8 +308,8 @@ class Predictor:
 
 
 def _in_c(normalise: Sequence[Array], steps: Sequence[tuple[Array, Array, Array, Array]]) -> Any:
-    """(a vector for the input, the same chain on it as one call of the C library); None where that is missing, or where
-    nobody has loaded it, since loading it takes torch."""
+    """(a vector for the input, the same chain on it as one call of the C library); None if that is missing, or not
+    loaded yet, since loading it takes torch."""
     library = sys.modules.get("convselect.kernels._library")
     if library is None or not library.available():
         return None
@@ -349,7 +349,7 @@ def save(path: str | os.PathLike[str], card: Card, arrays: Mapping[str, Array], 
     `half` stores the matrices (not the normalisation of the input) in float16. The file appears whole or not at all.
 
     Raises:
-        ArtifactError: where the arrays do not fit the card, or overflow float16.
+        ArtifactError: if the arrays do not fit the card, or overflow float16.
     """
     stored = {name: a.astype(np.float16) if half and a.ndim == 2 else a for name, a in arrays.items()}
     _checked(card, {name: a.astype(np.float32) for name, a in stored.items()})

@@ -43,36 +43,23 @@ def judge_all(
 
     Raises:
         ValueError, OSError: on data that cannot be read or split; `ArtifactError`: on a damaged artifact;
-        `selectors.Missing`, ModuleNotFoundError: where a package is not installed.
+        `selectors.Missing`, ModuleNotFoundError: if a package is not installed.
     """
     table, _ = read_measured(paths)
     fold, kept_apart = ev.split(table, how, n_folds, recipe.seed)
-    only = [int(fold.min())] if one_fold else None
     if one_fold and len(set(fold.tolist())) < 3:
         raise ValueError("of two folds none is left to choose the margin on when one is held out: take three or more")
     judged: dict[str, Any] = {}
     seen: list[str] = []
-    last: tuple[ev.Ints, ev.Floats] | None = None  # members, gains
-    margin = 0.0
+    last: tuple[ev.Ints, ev.Ints] | None = None  # problems, choices
     if artifact is not None:
         predictor = Predictor.load(artifact)
         gains = artifact_gains(predictor, table)
-        margin = predictor.card.margin
-        last = np.arange(len(table.problems)), gains
         judged[Path(artifact).stem] = _as_it_is(table, gains, predictor)
+        last = _chosen(table, np.arange(len(table.problems)), gains, predictor.card.margin)
         seen = sorted(set(predictor.card.data.get("files", ())) & {Path(path).name for path in paths})
     for name in selectors:
-        learn = learner(recipe) if name == "reformer" else named(name, recipe.seed)
-        gains, found = ev.cross_validated(table, learn, fold, only)
-        members = np.flatnonzero(np.isin(fold, fold if only is None else only))
-        times = ev.admitted(table)[members]
-        margin = ev.best_margin(gains, times, table.native)
-        last = members, gains
-        first = int(fold.min())
-        us = reformer_us(table, recipe) if name == "reformer" else choice_us(learn(table.part(fold != first)), table)
-        judged[name] = {**found, "choice_us": us}
-        if name == "mlp":  # what such models are usually judged by
-            judged[name]["r_squared"] = r_squared(table.part(fold != first), table.part(fold == first), recipe.seed)
+        judged[name], last = _trained(name, table, fold, one_fold, recipe)
     curve = _learning_curve(table, fold, recipe) if learning_curve else None
     result: dict[str, Any] = {
         "problems": len(table.problems),
@@ -88,11 +75,32 @@ def judge_all(
     if figures is not None and last is not None:
         from convselect.model.figures import draw
 
-        members, gains = last
+        members, choice = last
         part, times = table.part(members), ev.admitted(table)[members]
-        choice = ev.chosen(gains, times, margin, table.native)
         result["written"] = draw(figures, part, times, choice, list(judged.values())[-1]["reliability"], curve)
     return result
+
+
+def _chosen(table: Table, members: ev.Ints, gains: ev.Floats, margin: float) -> tuple[ev.Ints, ev.Ints]:
+    """(problems (m,), what is chosen for them (m,))."""
+    return members, ev.chosen(gains, ev.admitted(table)[members], margin, table.native)
+
+
+def _trained(
+    name: str, table: Table, fold: ev.Ints, one_fold: bool, recipe: Recipe
+) -> tuple[dict[str, Any], tuple[ev.Ints, ev.Ints]]:
+    """(figures of a selector on problems that it was not trained on, those problems and its choices)."""
+    first = int(fold.min())
+    only = [first] if one_fold else None
+    learn = learner(recipe) if name == "reformer" else named(name, recipe.seed)
+    gains, found = ev.cross_validated(table, learn, fold, only)
+    members = np.flatnonzero(np.isin(fold, fold if only is None else only))
+    margin = ev.best_margin(gains, ev.admitted(table)[members], table.native)
+    rest = table.part(fold != first)
+    found["choice_us"] = reformer_us(table, recipe) if name == "reformer" else choice_us(learn(rest), table)
+    if name == "mlp":  # what such models are usually judged by
+        found["r_squared"] = r_squared(rest, table.part(fold == first), recipe.seed)
+    return found, _chosen(table, members, gains, margin)
 
 
 def artifact_gains(predictor: Predictor, table: Table) -> ev.Floats:

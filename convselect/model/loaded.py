@@ -1,4 +1,4 @@
-"""The Reformer in use: found for this machine, loaded at the first new problem, dropped on request."""
+"""The Reformer in use: found for this machine, loaded at the first new problem, released when idle or on request."""
 
 from __future__ import annotations
 
@@ -15,34 +15,45 @@ if TYPE_CHECKING:
     from convselect.problem import ConvProblem
 
 IDLE_CALLS = 1000
-"""So many convolutions in a row that asked for no prediction end the first pass: the model is released."""
+"""The model is released after this many convolutions in a row that needed no prediction."""
+
+
+class _Idle:
+    """`left` is how many more convolutions may run without a prediction before the model is released. Calls count down
+    where they are, without a call of this module: `idle.left -= 1`, and `release_idle()` once it is negative. Two
+    threads may lose a count between them, which is of no consequence."""
+
+    __slots__ = ("left",)
+
+    def __init__(self) -> None:
+        self.left = IDLE_CALLS - 1
+
+
+idle = _Idle()
 
 _lock = threading.Lock()
 _loaded: Predictor | None = None
 _of_gpu: dict[str, Predictor | None] = {}
-"""Family -> its model; None where there is none."""
+"""Family -> its model; None if there is none."""
 _failed = False
-_idle = 0
-_given: bytes | None = None  # another rank's model, pickled: `unload` releases it like any other
+_override: bytes | None = None  # another rank's model, pickled: `unload` releases it like any other
 
 
 def get() -> Predictor | None:
-    """The predictor for this machine, or the one that was given, or None: then native is chosen, and one warning has
-    said why."""
-    global _idle
-    _idle = 0
+    """The predictor for this machine, or the one set by `override`, or None: then native is chosen, and one warning
+    has said why."""
+    idle.left = IDLE_CALLS - 1
     if _loaded is not None or _failed:
         return _loaded
     return _load()
 
 
 def get_for(problem: ConvProblem) -> Predictor | None:
-    """The predictor for this problem's kind of device. A GPU without a model is native, and that is no reason to warn:
-    none is promised for it."""
-    global _idle
+    """The predictor for this problem's kind of device; None on a GPU without a model. That is native without a
+    warning: no model is promised for GPUs."""
     if problem.device == "cpu":
         return get()
-    _idle = 0
+    idle.left = IDLE_CALLS - 1
     family = _gpu_family()
     if family is None:
         return None
@@ -77,20 +88,20 @@ def _load_of_gpu(family: str) -> None:
 
 
 def path_for_host() -> Path:
-    """Where this machine's artifact lies: `CONVSELECT_ARTIFACT`, else the shipped one of the machine's family."""
+    """Path of this machine's artifact: `CONVSELECT_ARTIFACT`, else the shipped one of its family. It may not exist."""
     from convselect.machine.host import cpu_capability, family_of_host
     from convselect.model.inference import artifact_path
 
-    override = os.environ.get("CONVSELECT_ARTIFACT")
-    return Path(override) if override else artifact_path(family_of_host(cpu_capability()))
+    named = os.environ.get("CONVSELECT_ARTIFACT")
+    return Path(named) if named else artifact_path(family_of_host(cpu_capability()))
 
 
 def nearest_artifact() -> Path:
     """This machine's artifact, or the shipped one most like it: with or without C kernels as here, then of the same
-    kind of processor, then by name. A stranger's is to be calibrated before it says anything.
+    kind of processor, then by name. Artifacts of other CPU families need calibration before they are used.
 
     Raises:
-        ArtifactError: where nothing is shipped at all.
+        ArtifactError: if nothing is shipped at all.
     """
     from convselect.model.inference import ARTIFACTS, ArtifactError
 
@@ -109,18 +120,22 @@ def nearest_artifact() -> Path:
 
 
 def calibration_path() -> Path:
-    """Where this machine's calibration lies: `CONVSELECT_CALIBRATION`, else in the user's cache. It may not exist."""
+    """Path of this machine's calibration: `CONVSELECT_CALIBRATION`, else in the user's cache. It may not exist.
+
+    Raises:
+        OSError: if this user has no home directory.
+    """
     from convselect.machine.environment import cpu_fingerprint, user_cache
 
-    override = os.environ.get("CONVSELECT_CALIBRATION")
-    return Path(override) if override else user_cache() / f"calibration-{cpu_fingerprint()}.json"
+    named = os.environ.get("CONVSELECT_CALIBRATION")
+    return Path(named) if named else user_cache() / f"calibration-{cpu_fingerprint()}.json"
 
 
 def _find() -> Predictor:
-    """This machine's artifact, corrected where it was calibrated; a stranger's only if it was.
+    """This machine's artifact, corrected if it was calibrated; another CPU family's only if it was calibrated.
 
     Raises:
-        ArtifactError, OSError: where there is none, or what there is is damaged.
+        ArtifactError, OSError: if there is none, or it is damaged.
     """
     from convselect.machine.environment import cpu_fingerprint
     from convselect.machine.host import host_flags
@@ -130,7 +145,7 @@ def _find() -> Predictor:
     written = calibration_path()
     calibration = Calibration.from_json(written.read_text()) if written.exists() else None
     if calibration is not None and calibration.fingerprint != cpu_fingerprint():
-        calibration = None  # of another machine: a cache that moved, or another version of torch
+        calibration = None  # for another machine, after a cache was moved, or for another version of torch
     if not own.exists() and (calibration is None or "CONVSELECT_ARTIFACT" in os.environ):
         raise ArtifactError(
             f"there is no trained model for this machine ({own.stem}); `convselect calibrate` fits the nearest to it"
@@ -145,7 +160,7 @@ def _find() -> Predictor:
 
 
 def digest(path: Path) -> str:
-    """Of an artifact's bytes: a calibration is of one model, and of no later one."""
+    """16 hexadecimal digits of the SHA-256 of a model file: a calibration is for one model and no later one."""
     import hashlib
 
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
@@ -156,8 +171,8 @@ def _load() -> Predictor | None:
     from convselect.model.inference import ArtifactError
 
     with _lock:
-        if _given is not None:
-            _loaded = pickle.loads(_given)
+        if _override is not None:
+            _loaded = pickle.loads(_override)
             _failed = _loaded is None
         elif _loaded is None and not _failed:
             try:
@@ -168,37 +183,34 @@ def _load() -> Predictor | None:
     return _loaded
 
 
-def tick() -> None:
-    """Count a convolution that runs a chosen algorithm; unloads the model at the `IDLE_CALLS`th without a prediction.
-
-    Two threads may lose a count between them, which is of no consequence.
-    """
-    global _idle
-    _idle += 1
-    if _idle >= IDLE_CALLS and (_loaded is not None or _of_gpu):
+def release_idle() -> None:
+    """Called at the `IDLE_CALLS`th convolution in a row without a prediction: unloads the model if one is loaded."""
+    idle.left = IDLE_CALLS - 1
+    if _loaded is not None or _of_gpu:
         unload()
 
 
 def unload() -> None:
-    """Release the model's memory. Choices already made stay; a new problem loads the model again. Happens by itself
-    once `IDLE_CALLS` convolutions in a row needed no prediction."""
+    """Release the model's memory. Choices already made stay; a new problem loads the model again. Happens automatically
+    after `IDLE_CALLS` convolutions in a row that needed no prediction."""
     global _loaded, _failed
     with _lock:
         _loaded, _failed = None, False
         _of_gpu.clear()
 
 
-def give(predictor: Predictor | None) -> None:
-    """Choose by this one from now on, whatever machine it was made for; None: always native. `own` takes it back."""
-    global _given
-    _given = pickle.dumps(predictor)
+def override(predictor: Predictor | None) -> None:
+    """Choose by this predictor from now on, whatever machine it was made for; None: always native. Undone by
+    `use_local`."""
+    global _override
+    _override = pickle.dumps(predictor)
     unload()
 
 
-def own() -> None:
-    """Back to this machine's own model."""
-    global _given
-    _given = None
+def use_local() -> None:
+    """Choose by this machine's own model again."""
+    global _override
+    _override = None
     unload()
 
 

@@ -1,4 +1,4 @@
-"""Where problems to measure come from: lists of layers, a model's own calls, and variations on both.
+"""The problems to measure: lists of layers, a model's own calls, and variations on both.
 
 Networks are what selection must be right for, so most problems are their layers, as they are or perturbed (another
 resolution, another width); a fill of log-uniform sizes covers what lies between and the tiny problems, where the cost
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,17 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from convselect.aten.arguments import problem_of
-from convselect.machine.host import SIXTEEN_BIT_FLAGS
+from convselect.machine.host import SIXTEEN_BIT_FLAGS, host_flags
 from convselect.measure.rows import KERNEL_CLASSES, kernel_class
-from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction, conv_problem, layout_of
+from convselect.problem import (
+    CHANNELS_LAST,
+    CONTIGUOUS,
+    TORCH_DTYPES,
+    ConvProblem,
+    Direction,
+    conv_problem,
+    layout_of,
+)
 
 Layer = tuple[str, ConvProblem]
 """(the model it comes from, its forward problem)."""
@@ -35,6 +43,7 @@ RANDOM_SIZE = 64  # of images and channels of random layers, at most
 
 _CLASS_WEIGHTS = dict(zip(KERNEL_CLASSES, (0.22, 0.20, 0.16, 0.16, 0.08, 0.12, 0.06), strict=True))
 BATCHES = (1, 2, 8, 32)
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 # ---- lists ------------------------------------------------------------------------------------------------------
@@ -46,7 +55,7 @@ def read_layers(path: str | Path) -> list[Layer]:
     Columns: `model` (or `source`), N C H W K R S, stride_h/w, pad_h/w, dil_h/w, groups; others are ignored.
 
     Raises:
-        ValueError: where a column is missing or a cell is not a number, with the file and the line.
+        ValueError: if a column is missing or a cell is not a number, with the file and the line.
     """
     layers = []
     with Path(path).open(newline="") as file:
@@ -90,7 +99,7 @@ def random_layers(count: int, seed: int = 0) -> list[Layer]:
 def perturbed(problem: ConvProblem, rng: np.random.Generator) -> ConvProblem:
     """A relative of a layer: its resolution times 1/2 to 2, its width times 1/4 to 2, both log-uniform.
 
-    Channels stay multiples of 8 where they were, and of the number of groups; groups keep their width where there are
+    Channels stay multiples of 8 if they were, and of the number of groups; groups keep their width if there are
     several channels in each, and depthwise stays depthwise. The image stays large enough for the kernel.
     """
     p = problem
@@ -136,7 +145,9 @@ class _Recorder(TorchDispatchMode):
 
     def _note(self, x: Tensor, weight: Tensor, *geometry: Any, streamed: Mapping[Direction, Tensor]) -> None:
         stride, padding, dilation, transposed, _, groups = geometry
-        problem = None if transposed else problem_of(x, weight, tuple(stride), tuple(padding), tuple(dilation), groups)
+        problem = (
+            None if transposed else problem_of(x, weight, (tuple(stride), tuple(padding), tuple(dilation), groups))
+        )
         if problem is not None:
             self.problems += [
                 problem._replace(direction=direction, layout=layout_of(t)) for direction, t in streamed.items()
@@ -198,7 +209,7 @@ def draw(
     *,
     seed: int = 0,
     threads: int = 1,
-    dtypes: Sequence[str] = ("float32", "bfloat16", "float16"),
+    dtypes: Sequence[str] = DTYPES,
     flags: Mapping[str, bool] | None = None,
     batches: Sequence[int] = BATCHES,
     perturb: float = 0.0,
@@ -206,7 +217,7 @@ def draw(
     """`count` different problems: stratified by kernel class, all three directions, all batches, 70 % contiguous.
 
     The first of `dtypes` gets 85 % (all, if it is the only one). Problems over the caps are drawn again with a
-    smaller batch. Ends early where the layers do not yield so many. The same arguments give the same problems.
+    smaller batch. Ends early if the layers do not yield as many. The same arguments give the same problems.
 
     Args:
         flags: which 16-bit types the processor computes in (`host.host_flags`); the others have lower caps.
@@ -259,6 +270,35 @@ def mixed(first: Iterator[Layer], second: Iterator[Layer], share: float, seed: i
             yield next(stream)
         except StopIteration:
             streams[index] = None
+
+
+def from_lists(
+    paths: Iterable[str | Path],
+    count: int,
+    *,
+    random: float = 0.3,
+    perturb: float = 0.5,
+    threads: Sequence[int] = (1,),
+    dtypes: Sequence[str] = DTYPES,
+    seed: int = 0,
+) -> list[Layer]:
+    """`count` problems of this machine per number of threads: `draw`n from CSV files of layers and, for a share of
+    `random`, from layers of log-uniform sizes, in random order.
+
+    Raises:
+        ValueError: for an unknown dtype. ValueError, OSError: if a file cannot be read.
+    """
+    for dtype in dtypes:
+        if dtype not in TORCH_DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(TORCH_DTYPES)}, not {dtype!r}")
+    layers = [layer for path in paths for layer in read_layers(path)]
+    fill, flags = round(count * random), host_flags()
+    found: list[Layer] = []
+    for t in threads:
+        listed = draw(layers, count - fill, seed=seed, threads=t, flags=flags, perturb=perturb, dtypes=dtypes)
+        filling = draw(random_layers(fill, seed), fill, seed=seed, threads=t, flags=flags, dtypes=dtypes)
+        found += mixed(listed, filling, share=random, seed=seed)
+    return found
 
 
 def with_layouts(problem: ConvProblem, channels_last: bool, weight_channels_last: bool) -> ConvProblem:

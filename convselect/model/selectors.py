@@ -53,7 +53,7 @@ def _x(table: Table) -> np.ndarray:  # type: ignore[type-arg]
 
 
 def relative_log_times(table: Table) -> Floats:
-    """ln t (n, c) against native's, or, where there is none, against the mean over the problem's algorithms."""
+    """ln t (n, c) against native's, or, without a native, against the mean over the problem's algorithms."""
     log_t: Floats = np.log(table.times_us)
     native = table.native
     base = np.nanmean(log_t, 1, keepdims=True) if native is None else log_t[:, native : native + 1]
@@ -147,7 +147,7 @@ def mlp(seed: int = 0) -> Fit:
 
 
 def runtime_models(table: Table, seed: int = 0) -> list[Any]:
-    """A regression of ln t (us) per algorithm; None where there are too few times."""
+    """A regression of ln t (us) per algorithm; None if there are too few times."""
     neural, preprocessing, pipeline = map(
         _package, ("sklearn.neural_network", "sklearn.preprocessing", "sklearn.pipeline")
     )
@@ -286,7 +286,7 @@ def neighbour(seed: int = 0) -> Fit:
 
 
 def always(column: int, then: int | None = None) -> Callable[[Table], Floats]:
-    """One algorithm, or, where it does not apply, `then`."""
+    """One algorithm, or, if it does not apply, `then`."""
 
     def predict(table: Table) -> Floats:
         gains = np.zeros(table.times_us.shape)

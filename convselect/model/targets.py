@@ -1,4 +1,4 @@
-"""Training targets: what a network's logits z (n, c) are asked to be, given times t (n, c) of which some do not exist.
+"""Training targets: what a network's logits z (n, c) are asked to be, given times t (n, c), NaN if not applicable.
 
     ratio         cross-entropy with p ~ t^-a. Its minimum is z = -a ln t + const: ICLR 2025 submission 13039 has a = 1
     reverse_kl    KL(softmax(z) || p) for the same p: rather certain of one good algorithm than spread over all of them
@@ -31,7 +31,7 @@ _MOST_PAIR_WEIGHT = 1.0  # ln(t_i / t_j): a factor of e is as bad as any larger 
 
 
 def masked_log_softmax(logits: Tensor, applicable: Tensor) -> Tensor:
-    """Log of the softmax over applicable algorithms only; 0 where not applicable, so that products vanish."""
+    """Log of the softmax over applicable algorithms only; 0 if not applicable, so that products vanish."""
     log_y = torch.log_softmax(logits.masked_fill(~applicable, -torch.inf), 1)
     return log_y.masked_fill(~applicable, 0.0)
 
@@ -82,7 +82,7 @@ TARGETS = ("ratio", "reverse_kl", "one_hot", "softmax", "regret", "pairwise", "l
 
 
 def probabilities(name: str, times_us: Floats, alpha: float) -> Floats:
-    """The target probabilities (n, c) of a target: those of `ratio`, where it has none of its own."""
+    """The target probabilities (n, c) of a target: those of `ratio` if it has none of its own."""
     if name == "one_hot":
         fastest = (times_us == np.nanmin(times_us, 1, keepdims=True)).astype(np.float64)
         return np.asarray(fastest / fastest.sum(1, keepdims=True))  # equal times share

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from convselect.choice.choose import PLAN_COST_US
 from convselect.measure.measure import threads
 from convselect.measure.rows import kernel_class
 from convselect.model import reformer
@@ -46,11 +45,6 @@ from convselect.store.store import is_store
 
 MIN_PROBLEMS_PER_DTYPE = 30
 """An element type with fewer measured problems is declined at run time."""
-
-PLAN_COST_CUDA_US = 3.0
-"""A GPU's queue hides most of what the host adds; this much has to be gained where it does not. A guess, until one
-is measured."""
-
 
 LIMITS = (
     "Times were measured with operands in the caches, one convolution at a time; what a choice does to its neighbours' "
@@ -78,7 +72,7 @@ class Recipe:
     Attributes:
         target, alpha: see `targets`.
         widths: (hidden, out) of each Γ-block; None for `reformer.DEFAULT_WIDTHS`.
-        norm, dropout: of the blocks. Layer normalisation cannot be folded, so it is for comparisons only.
+        norm, dropout: used in the blocks. Layer normalisation cannot be folded, so it is for comparisons only.
         ignored: features, by the beginning of their names, that the network does not see.
         average: decay of the running mean of the weights that is shipped in place of the last ones; 0 for the last.
     """
@@ -106,7 +100,7 @@ def fit(x: Tensor, times_us: Floats, recipe: Recipe) -> reformer.Reformer:
     """Train one Reformer on features x (n, n_features) and times (n, c), NaN = not applicable. In evaluation mode.
 
     Raises:
-        ValueError: with fewer than two problems, or so many classes that the network would exceed `PAPER_PARAMETERS`.
+        ValueError: with fewer than two problems, or with too many classes for a network within `PAPER_PARAMETERS`.
     """
     n, n_classes = times_us.shape
     if n < 2:
@@ -190,7 +184,7 @@ def read_measured(paths: Sequence[str | Path]) -> tuple[Table, dict[str, Any]]:
     whose machine is known by the name of the file alone.
 
     Raises:
-        ValueError: where they come from machines whose times must not be mixed.
+        ValueError: if they come from machines whose times must not be mixed.
     """
     if all(is_foreign(path) for path in paths):
         tables = [read_wide(path) for path in paths]
@@ -203,11 +197,7 @@ def read_measured(paths: Sequence[str | Path]) -> tuple[Table, dict[str, Any]]:
         )  # fmt: skip
         return whole, {"family": None, "host_flags": {}, "device": ", ".join(sorted(set(whole.models))), "torch": ""}
     rows, machine = read_measurements(paths)
-    table = Table.from_rows(rows)
-    # `measure` times algorithms bare. Native needs no plan; every other column pays for its own.
-    costs_us = np.array([PLAN_COST_US[p.direction] if p.device == "cpu" else PLAN_COST_CUDA_US for p in table.problems])
-    table.times_us[:, 1:] += costs_us[:, None]
-    return table, machine
+    return Table.from_rows(rows).with_plan_costs(), machine
 
 
 def is_foreign(path: str | Path) -> bool:
@@ -242,11 +232,9 @@ def train(
     if not dtypes:
         raise ValueError(f"no element type has {min_problems_per_dtype} measured problems: {dict(by_dtype)}")
     only = [0] if how == "problem" else None
-    device = table.problems[0].device if machine["family"] else family
     gains, figures = cross_validate(table, recipe, n_folds, how, only)
-    if only is None:
-        held, learnt = table, table
-    else:
+    held, learnt = table, table
+    if only is not None:
         fold, _ = split(table, how, n_folds, recipe.seed)
         held, learnt = table.part(fold == 0), table.part(fold != 0)
     times = admitted(held)
@@ -259,21 +247,15 @@ def train(
         margin=best_margin(gains, times, table.native),
         sharpness=best_sharpness(gains, times),
         dtypes=dtypes,
-        device=device,
+        device=table.problems[0].device if machine["family"] else family,
         tf32=any(problem.tf32 for problem in table.problems),
         host_flags=machine["host_flags"],
         threads=tuple(sorted({problem.threads for problem in table.problems})),
         revisions=table.revisions,
         versions={"torch": machine["torch"], "numpy": np.__version__},
         data={
-            "problems": len(learnt.problems),
-            "times": int(np.isfinite(learnt.times_us).sum()),
+            **_described(table, learnt),
             "files": [Path(path).name for path in paths],
-            "network_families": len({family_of(model) for model in table.models}),
-            "by_dtype": dict(sorted(by_dtype.items())),
-            "by_direction": dict(sorted(Counter(str(p.direction) for p in table.problems).items())),
-            "by_kernel_class": dict(sorted(Counter(kernel_class(p) for p in table.problems).items())),
-            "wins": {name: int(n) for name, n in zip(table.names, _wins(table), strict=True)},
             "device": machine["device"],
             "recipe": json.loads(json.dumps(asdict(recipe))),  # as it is read back: lists for tuples
             "parameters": model.n_parameters(),
@@ -285,6 +267,23 @@ def train(
     save(path, card, reformer.fold(model))
     _compare(Predictor.load(path), model, x, recipe.alpha, table.native)
     return card
+
+
+def _described(table: Table, learnt: Table) -> dict[str, Any]:
+    """What a card says of its data: all that was measured, and the part that was learned from."""
+
+    def counts(labels: Iterable[str]) -> dict[str, int]:
+        return dict(sorted(Counter(labels).items()))
+
+    return {
+        "problems": len(learnt.problems),
+        "times": int(np.isfinite(learnt.times_us).sum()),
+        "network_families": len({family_of(model) for model in table.models}),
+        "by_dtype": counts(problem.dtype for problem in table.problems),
+        "by_direction": counts(str(problem.direction) for problem in table.problems),
+        "by_kernel_class": counts(kernel_class(problem) for problem in table.problems),
+        "wins": {name: int(n) for name, n in zip(table.names, _wins(table), strict=True)},
+    }
 
 
 def _wins(table: Table) -> list[int]:

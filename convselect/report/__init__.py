@@ -1,7 +1,7 @@
 """What `convselect report` writes: one HTML page about a network or a file of measured times.
 
     networks.py       a model -> `NetworkReport`: per layer the candidates, the choice and the gain; end-to-end
-    end_to_end.py     the whole network, plain and converted; stored.py: times that were measured before
+    end_to_end.py     the whole network, plain and converted
     measurements.py   a store or CSV of times -> `DataReport`: who wins where, and how good a model's choices are
     charts.py         figures -> rectangles and texts in an SVG's coordinates; pure
     page.py           a report -> HTML, by the templates beside it

@@ -73,7 +73,7 @@ def nice_ticks(most: float, count: int = 5) -> list[float]:
 
 
 def shortened(text: str, most: int) -> str:
-    """At most so many characters; of what is too long the middle goes, since layers' names differ at their ends."""
+    """At most `most` characters; a longer text loses its middle, since layers' names differ at their ends."""
     if len(text) <= most:
         return text
     head = (most - 1) // 3
@@ -114,7 +114,7 @@ class Bar:
 
 
 def stacks(title: str, bars: Sequence[Bar]) -> Chart:
-    """Horizontal bars of one scale, cut into parts; a part's text is left out where it would not fit."""
+    """Horizontal bars of one scale, cut into parts; a part's text is left out if it would not fit."""
     left, right, line, bar, top = 130.0, WIDTH - 110.0, 52.0, 38.0, 6.0
     most = max((sum(value for _, value, _, _ in one.parts) for one in bars), default=1.0) or 1.0
     scale = (right - left) / most

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from convselect import timing
+from convselect.doctor.compare import Times, infer, tensors, time_both, train_but_dropout
+from convselect.doctor.compare import distance as relative_distance
 
-MAX_ROUNDS = 200
 DISTURBED = 1.2
 """More wall time than this per CPU time of the only thread: the machine was busy with something else."""
 
 
 class Spread(NamedTuple):
-    """Median, 20th and 80th percentile; the last two are None where only one number is known. Times in us."""
+    """Median, 20th and 80th percentile; the last two are None if only one number is known. Times in us."""
 
     median: float
     p20: float | None = None
@@ -43,9 +43,9 @@ class EndToEnd:
         wall, cpu: the time that passed, and, with one thread on the CPU, what the calling thread computed in it, which
             neighbours on the machine disturb least; else None.
         native_error, converted_error: relative L2 distance of the result (training: of all gradients) from the same
-            model's in float64, found before the timing; None where it does not run in float64.
+            model's in float64, found before the timing; None if it does not run in float64.
         distance: the same between both sides.
-        layers_native_us, layers_chosen_us: the convolutions of this mode, each timed on its own, added up; None where
+        layers_native_us, layers_chosen_us: the convolutions of this mode, each timed on its own, added up; None if
             one of them has no time.
     """
 
@@ -74,39 +74,18 @@ class EndToEnd:
 
     @property
     def headline(self) -> tuple[Sides, str]:
-        """What to go by, and what that is: wall time, where nothing else had the processor."""
+        """What to go by, and what that is: wall time, unless something else had the processor."""
         return (self.cpu, "CPU time") if self.disturbed and self.cpu is not None else (self.wall, "wall time")
-
-
-def _tensors(output: Any) -> list[Tensor]:
-    """The floating-point tensors in what a model returned: a tensor, or containers of them."""
-    if isinstance(output, Tensor):
-        return [output] if output.is_floating_point() else []
-    if isinstance(output, Mapping):
-        output = list(output.values())
-    return [t for part in output for t in _tensors(part)] if isinstance(output, list | tuple) else []
-
-
-def infer(model: nn.Module, x: Tensor) -> Any:
-    with torch.inference_mode():
-        return model(x)
 
 
 def step(model: nn.Module, x: Tensor) -> list[Tensor]:
     """Forward, mean of squares, backward into fresh gradients, which are returned."""
     model.zero_grad(set_to_none=True)
     # Squares, since the gradient of a plain sum is one value expanded, in no layout of a real loss.
-    losses = [t.float().square().mean() for t in _tensors(model(x)) if t.requires_grad]
+    losses = [t.float().square().mean() for t in tensors(model(x)) if t.requires_grad]
     if losses:
         torch.stack(losses).sum().backward()
     return [p.grad for p in model.parameters() if p.grad is not None]
-
-
-def _distance(got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
-    """Relative L2 distance of two lists of tensors, each taken as one vector; 0 / 0 counts as 0."""
-    off = math.fsum(float((a.double() - b.double()).square().sum()) for a, b in zip(got, want, strict=True))
-    size = math.fsum(float(b.double().square().sum()) for b in want)
-    return math.sqrt(off / size) if size else (math.inf if off else 0.0)
 
 
 def end_to_end(
@@ -130,64 +109,39 @@ def end_to_end(
         run: Callable[[nn.Module, Tensor], Any] = infer
         if mode != "inference":
             run = step
-            _train(native)
-            _train(converted)
+            train_but_dropout(native)
+            train_but_dropout(converted)
         on_stage(f"comparing with float64, {mode}", 0.0)
-        plain, ours, exact = _tensors(run(native, x)), _tensors(run(converted, x)), _exact(native, x, run)
-        distance = _distance(ours, plain)
-        native_error, converted_error = (None if exact is None else _distance(t, exact) for t in (plain, ours))
+        plain, ours, exact = tensors(run(native, x)), tensors(run(converted, x)), _exact(native, x, run)
+        distance = relative_distance(ours, plain)
+        native_error, converted_error = (None if exact is None else relative_distance(t, exact) for t in (plain, ours))
         del plain, ours, exact
 
-        def side(model: nn.Module, run: Callable[[nn.Module, Tensor], Any] = run) -> Callable[[], object]:
-            return lambda: run(model, x)
-
-        sides = {"native": side(native), "converted": side(converted)}
-        rounds, wall, cpu = _timed(mode, sides, share if run is infer else seconds - share, x, on_stage)
+        seconds_here = share if run is infer else seconds - share
+        times = time_both(
+            functools.partial(_on, run, x), native, converted, seconds_here, x.device,
+            functools.partial(on_stage, f"end to end, {mode}"),
+        )  # fmt: skip
+        rounds, wall = len(times.native.samples_us), _sides(times)
+        cpu = None
+        if x.device.type == "cpu" and torch.get_num_threads() == 1:
+            cpu = _sides(times.on_thread_clock)
         found.append(EndToEnd(mode, rounds, wall, cpu, distance, native_error, converted_error, *sums))
     return found
-
-
-def _train(model: nn.Module) -> None:
-    """All but dropout, whose masks would differ between the sides."""
-    model.train()
-    for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            module.eval()
 
 
 def _exact(native: nn.Module, x: Tensor, run: Callable[[nn.Module, Tensor], Any]) -> list[Tensor] | None:
     """The same in float64; None for a model that is not made for it."""
     try:
-        return _tensors(run(copy.deepcopy(native).double(), x.double()))
+        return tensors(run(copy.deepcopy(native).double(), x.double()))
     except Exception:
         return None
 
 
-def _timed(
-    mode: str,
-    sides: Mapping[str, Callable[[], object]],
-    seconds: float,
-    x: Tensor,
-    on_stage: Callable[[str, float], object],
-) -> tuple[int, Sides, Sides | None]:
-    """(rounds, wall times, CPU times where they mean anything)."""
-    timings = timing.interleaved(
-        sides,
-        MAX_ROUNDS,
-        deadline_s=seconds,
-        synchronise=None if x.device.type == "cpu" else torch.accelerator.synchronize,
-        on_round=lambda done: on_stage(f"end to end, {mode}", done / MAX_ROUNDS),
-    )
-    plain, ours = timings["native"], timings["converted"]
-    cpu = None
-    if x.device.type == "cpu" and torch.get_num_threads() == 1:
-        cpu = _sides(plain.on_thread_clock, ours.on_thread_clock)
-    return len(plain.samples_us), _sides(plain, ours), cpu
+def _on(run: Callable[[nn.Module, Tensor], Any], x: Tensor, model: nn.Module) -> object:
+    return run(model, x)
 
 
-def _sides(plain: timing.Timing, ours: timing.Timing) -> Sides:
-    return Sides(_spread(plain), _spread(ours), Spread(*timing.ratio(plain, ours)))
-
-
-def _spread(one: timing.Timing) -> Spread:
-    return Spread(one.median_us, one.p20_us, one.p80_us)
+def _sides(times: Times) -> Sides:
+    native, converted = (Spread(one.median_us, one.p20_us, one.p80_us) for one in times)
+    return Sides(native, converted, Spread(*times.gain))

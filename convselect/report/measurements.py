@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import datetime
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from convselect.choice.choose import PLAN_COST_US
 from convselect.machine.environment import run_environment
-from convselect.measure.rows import MACHINE, Row, environment_path, read_rows
+from convselect.measure.rows import NATIVE
 from convselect.model import evaluate as ev
 from convselect.model.dataset import Table, is_wide, read_wide
 from convselect.model.inference import Predictor, artifact_path
-from convselect.problem import ConvProblem
+from convselect.store.store import Store, is_store
+from convselect.store.times import read_times
+
+if TYPE_CHECKING:
+    from convselect.measure.rows import Row
+    from convselect.problem import ConvProblem
 
 WORST = 20
 """Cases shown of each kind."""
@@ -33,7 +36,7 @@ class Share:
     Attributes:
         applies, wins: problems it was timed on, and on which it is the fastest.
         share: wins over all problems.
-        speedup: over the reference on the problems where it wins, geometric mean; None without wins.
+        speedup: over the reference on the problems that it wins, geometric mean; None without wins.
         on_all: the same on all problems it was timed on.
     """
 
@@ -76,9 +79,9 @@ class DataReport:
     """All about one file of times; `page.render` makes a page of it. Without measurements only `choices` say anything.
 
     Attributes:
-        machine: where the times were measured: device, family, torch, ..; of all those of a store the one with most.
-        other_machines: how many more there are, which are left out.
-        reference: what speed-ups are over: "native", or, where nobody measured that, the best single algorithm.
+        machine: the machine that measured: device, family, torch, ...; the one with most times if a store has several.
+        other_machines: how many more there are; their times are left out.
+        reference: what speed-ups are over: "native", or, if that was not measured, the best single algorithm.
         overall, by: figures of `evaluate.judge` for the model's choices, on all problems and by group (title -> group
             -> figures). Without a model, those of the oracle.
         gains_best, gains_chosen: speed-up over the reference of the fastest, and of the model's choice, by problem;
@@ -87,7 +90,7 @@ class DataReport:
         worst, slower: problems on which the choice is furthest from the fastest, and those on which it is slower than
             the reference, worst first.
         noise: `evaluate.label_noise`; None without second measurements.
-        choices: of a store, `choices_in_all` of them; `choice_sources`: how many come from where.
+        choices: the latest choices of a store, out of `choices_in_all`; `choice_sources`: source -> how many.
     """
 
     name: str
@@ -123,31 +126,35 @@ def of_data(path: str | Path, artifact: str | Path | None = None) -> DataReport:
         artifact: a model file; by default the one shipped for the kind of machine that measured.
 
     Raises:
-        ValueError, StoreError: where the file cannot be read as any of these; `ArtifactError`: a damaged model file;
+        ValueError, StoreError: if the file cannot be read as any of these; `ArtifactError`: a damaged model file;
         OSError.
     """
-    name, rows, machine, others, table, choices, sources = _read(Path(path))
-    made = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    noise = ev.label_noise(rows)
-    shown = tuple(sorted(choices, key=lambda one: one.used, reverse=True)[:CHOICES])
-    environment = run_environment()
-    if table is None:
-        return DataReport(
-            name, machine, others, len(rows), 0, "native", (), {}, {}, (), (), "", False, (), (), noise, shown,
-            len(choices), sources, environment, made,
-        )  # fmt: skip
+    found = _read(Path(path))
+    judged: dict[str, Any] = dict(
+        problems=0, reference=NATIVE, shares=(), overall={}, by={}, gains_best=(), gains_chosen=(), artifact="",
+        trained_on=False, worst=(), slower=(),
+    )  # fmt: skip
+    if found.table is not None:
+        judged = _judged(found.table, _predictor(artifact, found.machine), Path(path).name)
+    return DataReport(
+        name=Path(path).name, machine=found.machine, other_machines=found.other_machines, rows=len(found.rows),
+        noise=ev.label_noise(found.rows), choices=tuple(found.choices[:CHOICES]), choices_in_all=len(found.choices),
+        choice_sources=dict(Counter(one.source for one in found.choices).most_common()),
+        environment=run_environment(),
+        made=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"), **judged,
+    )  # fmt: skip
+
+
+def _judged(table: Table, predictor: Predictor | None, name: str) -> dict[str, Any]:
+    """The fields of a `DataReport` that measured times, and a model, give."""
     times = ev.admitted(table)
-    members = np.arange(len(times))
-    best = np.nanargmin(times, 1)
+    members, best = np.arange(len(times)), np.nanargmin(times, 1)
     if table.native is not None:
-        reference, base = "native", times[:, table.native]
+        reference, base = NATIVE, times[:, table.native]
     else:
         order = ev.fixed_order(times)
-        reference, base = (
-            f"the best single algorithm ({table.names[order[0]]})",
-            times[members, ev.best_single(times, order)],
-        )
-    predictor = _predictor(artifact, machine)
+        reference = f"the best single algorithm ({table.names[order[0]]})"
+        base = times[members, ev.best_single(times, order)]
     choice = best
     if predictor is not None:
         from convselect.model.judging import artifact_gains
@@ -155,37 +162,31 @@ def of_data(path: str | Path, artifact: str | Path | None = None) -> DataReport:
         if not set(predictor.card.algorithm_names) & set(table.names):
             raise ValueError(f"the model {predictor.card.family} knows none of the algorithms in {name}")
         choice = ev.chosen(artifact_gains(predictor, table), times, predictor.card.margin, table.native)
-    groups = {
-        title: {
-            group: ev.judge(choice[of], times[of], table.native)
-            for group in sorted(set(labels))
-            if len(of := np.flatnonzero([label == group for label in labels]))
-        }
-        for title, labels in ev.by_group(table).items()
-    }
-    taken = times[members, choice]
+    groups: dict[str, dict[str, dict[str, float]]] = {}
+    for title, labels in ev.by_group(table).items():
+        for group in sorted(set(labels)):
+            of = np.flatnonzero([label == group for label in labels])
+            groups.setdefault(title, {})[group] = ev.judge(choice[of], times[of], table.native)
+    taken, fastest = times[members, choice], times[members, best]
 
-    def cases(order: Sequence[int]) -> tuple[Case, ...]:
+    def cases(badness: ev.Floats, least: float) -> tuple[Case, ...]:
+        """The worst, worst first, that are worse than `least`."""
         return tuple(
             Case(
-                table.models[i], table.problems[i], float(base[i]), table.names[best[i]], float(times[i, best[i]]),
+                table.models[i], table.problems[i], float(base[i]), table.names[best[i]], float(fastest[i]),
                 table.names[choice[i]], float(taken[i]),
             )
-            for i in order
+            for i in np.argsort(-badness)[:WORST].tolist()
+            if badness[i] > least and predictor is not None
         )  # fmt: skip
 
-    regret = taken / times[members, best]
-    worst = [int(i) for i in np.argsort(-regret)[:WORST] if regret[i] > 1]
-    loss = taken / base
-    slower = [int(i) for i in np.argsort(-loss)[:WORST] if loss[i] > ev.SLOWER]
-    judged = predictor is not None
-    card_files = predictor.card.data.get("files", ()) if predictor is not None else ()
-    return DataReport(
-        name, machine, others, len(rows), len(table.problems), reference, _shares(table.names, times, base),
-        ev.judge(choice, times, table.native), groups, tuple((base / times[members, best]).tolist()),
-        tuple((base / taken).tolist()) if judged else (), predictor.card.family if predictor is not None else "",
-        Path(path).name in card_files, cases(worst) if judged else (), cases(slower) if judged else (), noise, shown,
-        len(choices), sources, environment, made,
+    return dict(
+        problems=len(table.problems), reference=reference, shares=_shares(table.names, times, base),
+        overall=ev.judge(choice, times, table.native), by=groups, gains_best=tuple((base / fastest).tolist()),
+        gains_chosen=() if predictor is None else tuple((base / taken).tolist()),
+        artifact="" if predictor is None else predictor.card.family,
+        trained_on=predictor is not None and name in predictor.card.data.get("files", ()),
+        worst=cases(taken / fastest, 1.0), slower=cases(taken / base, ev.SLOWER),
     )  # fmt: skip
 
 
@@ -211,52 +212,47 @@ def _predictor(artifact: str | Path | None, machine: Mapping[str, Any]) -> Predi
     return Predictor.load(shipped) if family and shipped.exists() else None
 
 
-def _read(
-    path: Path,
-) -> tuple[str, list[Row], dict[str, Any], int, Table | None, list[Kept], dict[str, int]]:
-    from convselect.store.store import Store, is_store
+@dataclass(frozen=True)
+class _Found:
+    """What a file holds: rows of the machine with most of them, how many more machines there are, choices by last use,
+    latest first. `table` is None without measurements."""
 
-    name = path.name
-    if not is_store(path):
-        if is_wide(path):
-            wide = read_wide(path)
-            places = sorted(set(wide.models))  # GPUs in some files, networks in others
-            about: dict[str, Any] = {"device": ", ".join(places)} if len(places) <= 3 else {}
-            return name, [], about, 0, wide, [], {}
-        beside = environment_path(path)
-        machine = json.loads(beside.read_text())["machine"] if beside.exists() else {}
-        rows = read_rows(path)
-        return name, rows, machine, 0, _table(rows), [], {}
-    with Store(path, read_only=True) as store:
-        by_machine: dict[str, list[Row]] = {}
-        machines: dict[str, dict[str, Any]] = {}
-        for number, description in store.environments().items():
-            one = {key: description.get(key) for key in MACHINE}
-            mark = json.dumps(one, sort_keys=True)
-            machines[mark] = one
-            by_machine.setdefault(mark, []).extend(store.rows(number))
-        choices = [
-            Kept(d.problem, d.algorithm, d.params, d.source, d.gain, d.budgets, stored.used[:10])
-            for stored in store.decisions(damaged=[])
-            for d in [stored.decision]
-        ]
-    measured = sorted((mark for mark in by_machine if by_machine[mark]), key=lambda mark: -len(by_machine[mark]))
-    first = measured[0] if measured else next(iter(machines), None)
-    rows = by_machine[first] if first is not None else []
-    sources = dict(Counter(one.source for one in choices).most_common())
-    return (
-        name, rows, machines[first] if first is not None else {}, max(0, len(measured) - 1), _table(rows), choices,
-        sources,
-    )  # fmt: skip
+    rows: Sequence[Row]
+    machine: Mapping[str, Any]
+    other_machines: int
+    table: Table | None
+    choices: Sequence[Kept] = ()
+
+
+def _read(path: Path) -> _Found:
+    choices: list[Kept] = []
+    if is_store(path):
+        with Store(path, read_only=True) as store:
+            choices = [
+                Kept(d.problem, d.algorithm, d.params, d.source, d.gain, d.budgets, stored.used[:10])
+                for stored in sorted(store.decisions(damaged=[]), key=lambda one: one.used, reverse=True)
+                for d in [stored.decision]
+            ]
+    elif is_wide(path):
+        wide = read_wide(path)
+        places = sorted(set(wide.models))  # GPUs in some files, networks in others
+        return _Found((), {"device": ", ".join(places)} if len(places) <= 3 else {}, 0, wide)
+    machines: list[Mapping[str, Any]] = []
+    rows: list[list[Row]] = []
+    for machine, found in read_times(path):
+        if machine not in machines:
+            machines.append(machine)
+            rows.append([])
+        rows[machines.index(machine)] += found
+    if not machines:
+        return _Found((), {}, 0, None, choices)
+    most = max(range(len(rows)), key=lambda i: len(rows[i]))
+    others = sum(map(bool, rows)) - bool(rows[most])
+    return _Found(rows[most], machines[most], others, _table(rows[most]), choices)
 
 
 def _table(rows: Sequence[Row]) -> Table | None:
     try:
-        table = Table.from_rows(rows)
+        return Table.from_rows(rows).with_plan_costs()
     except ValueError:  # nothing was measured with native and another algorithm
         return None
-    from convselect.model.train import PLAN_COST_CUDA_US  # with the training code, which only this needs
-
-    costs_us = np.array([PLAN_COST_US[p.direction] if p.device == "cpu" else PLAN_COST_CUDA_US for p in table.problems])
-    table.times_us[:, 1:] += costs_us[:, None]
-    return table

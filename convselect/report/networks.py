@@ -6,33 +6,40 @@ import copy
 import datetime
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from convselect import settings, timing
-from convselect.choice.choose import NATIVE, PLAN_COST_US, Choice
+from convselect.aten.arguments import problems_of
 from convselect.convert import convert, revert
-from convselect.doctor.bench import Result, bench
-from convselect.eager import dispatch
-from convselect.eager.execution import eager_choice
-from convselect.eager.live_trial import OnTrial
+from convselect.doctor.bench import bench
+from convselect.doctor.compare import infer
+from convselect.eager.live_trial import LiveTrial
+from convselect.eager.resolve import eager_choice
 from convselect.explain import explain_problem
-from convselect.kernels.pool import BY_NAME
-from convselect.layer import SelectedConv2d
 from convselect.machine.environment import run_environment
-from convselect.measure.rows import Row
+from convselect.measure.rows import NATIVE, PLAN_COST_US
 from convselect.model import loaded
-from convselect.problem import ConvProblem, Direction
-from convselect.report.end_to_end import EndToEnd, Spread, end_to_end, infer, step
-from convselect.report.stored import Times, stored_times
+from convselect.report.end_to_end import EndToEnd, Spread, end_to_end, step
 from convselect.store import process
+from convselect.store.times import Times, times_here
+from convselect.summary import summary
+
+if TYPE_CHECKING:
+    from convselect.doctor.bench import Row as Timed
+    from convselect.explain import Row as Explained
+    from convselect.measure.rows import Row as Stored
+    from convselect.problem import ConvProblem
+
+DIRECTIONS = {"forward": "forward", "backward_data": "grad input", "backward_weight": "grad weight"}
+"""Directions in the order of the page, and how it names them."""
 
 END_TO_END_SHARE = 0.4
-"""Of the time given; the rest goes to the layers."""
+"""Share of the time given; the rest goes to the layers."""
 
 NOISE = 1.05
 """Times nearer to each other than this are not told apart."""
@@ -46,10 +53,10 @@ class Candidate:
     """One algorithm that could compute a problem.
 
     Attributes:
-        time_us: per call; None where nobody knows it.
+        time_us: per call; None if unknown.
         gain: times native's speed.
-        kind: where these come from: `MEASURED`, `STORED`, `PREDICTED`, or "" where there are none.
-        error: relative L2 error against float64, where it was measured for this report.
+        kind: their source: `MEASURED`, `STORED`, `PREDICTED`, or "" if there are none.
+        error: relative L2 error against float64, if it was measured for this report.
         why_not: why it was not taken; "" for the choice itself.
     """
 
@@ -67,12 +74,12 @@ class Layer:
     """One distinct problem of a network.
 
     Attributes:
-        names: of the layers that pose it.
+        names: the layers that have this problem.
         calls: how often a forward pass, or its backward pass, computes it.
-        algorithm, source, params: what is chosen, where that comes from, and its parameters where they are not the
-            defaults. A choice of the store names who found it out: "store (tune)".
-        native_us, chosen_us: per call; None where not known.
-        gain: times native's speed; `kind` says where it, and the times, come from.
+        algorithm, source, params: what is chosen, the source of the choice, and its parameters if they are not the
+            defaults. A choice from the store says how it was found: "store (tune)".
+        native_us, chosen_us: per call; None if unknown.
+        gain: times native's speed; `kind` says the source of it and of the times.
         candidates: what applies, the fastest first.
         left_out: reason -> names of the algorithms that do not apply or may not be taken, and nobody timed.
     """
@@ -96,7 +103,7 @@ class Layer:
 
     @property
     def all_native_us(self) -> float | None:
-        """Of all its calls."""
+        """Native's time for all its calls."""
         return None if self.native_us is None else self.calls * self.native_us
 
     @property
@@ -105,7 +112,7 @@ class Layer:
 
     @property
     def faster(self) -> Candidate | None:
-        """The fastest candidate as timed, where it beats the choice by more than noise and, instead of native, by more
+        """The fastest candidate as timed, if it beats the choice by more than noise and, instead of native, by more
         than running through a plan costs. Times of other days are not compared."""
         if self.chosen_us is None:
             return None
@@ -124,7 +131,7 @@ class NetworkReport:
     Attributes:
         policy: under which the choices were made.
         left_alone: convolutions that were not converted -> why.
-        note: what has to be said of all choices; "" where nothing has.
+        note: what applies to all choices, or "".
         made: when, UTC.
     """
 
@@ -142,7 +149,7 @@ class NetworkReport:
     made: str = ""
 
 
-Posed = dict[tuple[ConvProblem, str | None], dict[str, int]]
+Posed = dict[tuple["ConvProblem", str | None], dict[str, int]]
 """(problem, the layer's own policy) -> layer -> calls, in the order of the calls."""
 
 
@@ -170,26 +177,20 @@ def of_model(
             the store. Otherwise choices are the store's and the model's.
         seconds: about how long the timing takes in all; every call is timed twice at least. Trials come on top, up to
             as long again.
-        times: a store or CSV file of times measured on this machine, to be used where nothing is timed; by default
+        times: a store or CSV file of times measured on this machine, used for what is not timed now; by default
             what the user's own store holds.
         on_stage: told what is being done, and which part of it is done, 0 to 1.
 
     Raises:
-        ValueError: where `times` are of another machine, or hold nothing; StoreError, OSError: where they cannot be
+        ValueError: if `times` are of another machine, or hold nothing; StoreError, OSError: if they cannot be
             read. Whatever the model itself raises.
         NotApplicable: a policy in force names an algorithm that cannot do one of the layers.
     """
-    stored = stored_times(times)
-    native = copy.deepcopy(model).eval()
-    revert(native)
+    stored = times_here(times)
+    native = revert(copy.deepcopy(model).eval())
     converted = copy.deepcopy(model).eval()  # of the model as it is: layers that choose already keep their policies
-    left_alone = {
-        name: reason
-        for name, reason in convert(converted).left_alone.items()
-        if not isinstance(converted.get_submodule(name), SelectedConv2d)
-    }
-    policy = _policy(verify)
-    with settings.use(policy):
+    left_alone = summary(convert(converted)).left_alone
+    with settings.use(_policy(verify)):
         on_stage("looking for convolutions", 0.0)
         posed = _posed(converted, x, training)
         if verify:
@@ -201,56 +202,58 @@ def of_model(
             layers.append(_layer(problem, own, calls, stored, share_s if timed else None, measure))
         ends: list[EndToEnd] = []
         if timed and layers:
-            posing = {
-                "inference": [one for one in layers if one.problem.direction == Direction.FORWARD],
-                "training step": layers,
-            }
-            modes = list(posing) if training and len(layers) > len(posing["inference"]) else ["inference"]
-            sums = {
-                mode: (total([one.all_native_us for one in of]), total([one.all_chosen_us for one in of]))
-                for mode, of in posing.items()
-                if mode in modes
-            }
-            ends = end_to_end(native, converted, x, sums, seconds * END_TO_END_SHARE, on_stage)
+            ends = end_to_end(native, converted, x, _sums(layers, training), seconds * END_TO_END_SHARE, on_stage)
         current = settings.current()
         silent = current.chooses and layers and not any(loaded.get_for(layer.problem) for layer in layers)
     note = "No trained model is in use on this machine: automatic choices are native." if silent else ""
+    made = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     return NetworkReport(
         name, tuple(x.shape), str(x.dtype).removeprefix("torch."), training, current.policy, tuple(layers),
-        tuple(ends), left_alone, run_environment(), str(current), note, _now(),
+        tuple(ends), left_alone, run_environment(), str(current), note, made,
     )  # fmt: skip
 
 
-def _now() -> str:
-    return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-
-
 def _policy(verify: bool) -> str | None:
-    """Trials on real calls would go on for part of the timing, so without `verify` choices are those made unchecked."""
+    """Trials on real calls would last for part of the timing, so without `verify` choices are those made unchecked."""
     if verify:
         return "verify"
     return "auto" if settings.current().policy in settings.TIMING else None
 
 
+def _sums(layers: Sequence[Layer], training: bool) -> dict[str, tuple[float | None, float | None]]:
+    """Mode -> (native, chosen): the times of its convolutions in us, added up."""
+    forward = [one for one in layers if one.direction == "forward"]
+    modes: dict[str, Sequence[Layer]] = {"inference": forward}
+    if training and len(layers) > len(forward):
+        modes["training step"] = layers
+    return {
+        mode: (total([one.all_native_us for one in of]), total([one.all_chosen_us for one in of]))
+        for mode, of in modes.items()
+    }
+
+
 # ---- what there is ----------------------------------------------------------------------------------------------
+
+
+def _chooses(module: nn.Module) -> bool:
+    """Whether this is a converted layer: only those have a policy."""
+    return isinstance(module, nn.Conv2d) and hasattr(module, "policy")
 
 
 def _posed(model: nn.Module, x: Tensor, training: bool) -> Posed:
     found: Posed = {}
 
-    def hook(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        def record(layer: nn.Module, args: tuple[Any, ...]) -> None:
-            if args and isinstance(layer, SelectedConv2d):
-                for problem in dispatch.problems_of(layer, args[0]):
+    def hook(name: str) -> Callable[[Any, tuple[Any, ...]], None]:
+        def record(layer: Any, args: tuple[Any, ...]) -> None:
+            if args:
+                for problem in problems_of(layer, args[0]):
                     calls = found.setdefault((problem, layer.policy), {})
                     calls[name] = calls.get(name, 0) + 1
 
         return record
 
     handles = [
-        module.register_forward_pre_hook(hook(name))
-        for name, module in model.named_modules()
-        if isinstance(module, SelectedConv2d)
+        module.register_forward_pre_hook(hook(name)) for name, module in model.named_modules() if _chooses(module)
     ]
     try:
         with torch.set_grad_enabled(training), settings.use("native"):
@@ -258,7 +261,7 @@ def _posed(model: nn.Module, x: Tensor, training: bool) -> Posed:
     finally:
         for handle in handles:
             handle.remove()
-    order = list(Direction)
+    order = list(DIRECTIONS)
     return dict(sorted(found.items(), key=lambda item: order.index(item[0][0].direction)))
 
 
@@ -289,7 +292,7 @@ def _on_trial(problem: ConvProblem, policy: str | None) -> bool:
         if current.policy != "verify":
             return False
         found = eager_choice(problem, current)
-        return isinstance(found, OnTrial) and found.choice is None
+        return isinstance(found, LiveTrial) and found.choice is None
 
 
 # ---- one layer --------------------------------------------------------------------------------------------------
@@ -305,33 +308,27 @@ def _layer(
 ) -> Layer:
     with settings.use(policy):
         (row,) = explain_problem(problem)
-        current = settings.current()
-        choice = dispatch.choice_for(problem, current)
-        result = None
+        timed: dict[str, Timed] = {}
         if seconds is not None:
-            result = bench(problem, seconds, only=None if measure else {choice.algorithm})
-        source = choice.source
+            found = bench(problem, seconds, only=None if measure else {row.algorithm})
+            timed = {one.algorithm: one for one in found.rows}
+        source = row.source
         if source == "store":
-            decision = process.look_up(problem, current.budgets)
+            decision = process.look_up(problem, settings.current().budgets)
             source = f"store ({decision.source})" if decision is not None else source
         elif _on_trial(problem, None):
             source = f"{source} (on trial)"
-        predictor = loaded.get_for(problem) if current.chooses else None
-        prediction = None if predictor is None else predictor.predict(problem)
-    gains: dict[str, float] = {}
-    if prediction is not None:
-        gains = {name: math.exp(prediction.log_gain(name)) for name in prediction.ranked if name in BY_NAME}
-    found = _candidates(problem, choice, row.why_not, result, stored.get(problem, {}), gains)
-    shown = {candidate.algorithm for candidate in found}
+    candidates = _candidates(row, timed, stored.get(problem, {}))
+    shown = {candidate.algorithm for candidate in candidates}
     left_out: dict[str, tuple[str, ...]] = {}
     for name, reason in row.why_not.items():
         if name not in shown:
             left_out[reason] = (*left_out.get(reason, ()), name)
-    taken = next(c for c in found if c.chosen)
-    native = next(c for c in found if c.algorithm == NATIVE)
+    taken = next(c for c in candidates if c.chosen)
+    native = next(c for c in candidates if c.algorithm == NATIVE)
     return Layer(
-        tuple(calls), problem, sum(calls.values()), choice.algorithm, source, choice.params, _known_us(native),
-        _known_us(taken), taken.gain, taken.kind, tuple(found), left_out,
+        tuple(calls), problem, sum(calls.values()), row.algorithm, source, row.params, _known_us(native),
+        _known_us(taken), taken.gain, taken.kind, tuple(candidates), left_out,
     )  # fmt: skip
 
 
@@ -339,49 +336,56 @@ def _known_us(candidate: Candidate) -> float | None:
     return None if candidate.time_us is None or candidate.kind == PREDICTED else candidate.time_us.median
 
 
-def _candidates(
-    problem: ConvProblem,
-    choice: Choice,
-    why_not: Mapping[str, str],
-    result: Result | None,
-    stored: Mapping[str, Row],
-    predicted: Mapping[str, float],
-) -> list[Candidate]:
-    """What applies: as timed now, else as stored, else as predicted. Stored times are of default parameters."""
-    timed = {row.algorithm: row for row in result.rows} if result is not None else {}
-    now, before = timed.get(NATIVE), stored.get(NATIVE)
-    native_us = now.median_us if now is not None else before.median_us if before is not None else None
+def _candidates(row: Explained, timed: Mapping[str, Timed], stored: Mapping[str, Stored]) -> list[Candidate]:
+    """What applies, the fastest first: as timed now, else as stored, else as predicted."""
+    native_us = next((side[NATIVE].median_us for side in (timed, stored) if NATIVE in side), None)
     found = []
-    for name in BY_NAME:
-        taken, reason = name == choice.algorithm, why_not.get(name, "")
-        row, kept = timed.get(name), stored.get(name)
-        if row is not None and row.verdict != "ok":
-            found.append(Candidate(name, taken, None, None, "", row.error, f"wrong or failed here: {row.verdict}"))
-        elif row is not None and row.median_us is not None:
-            time = Spread(row.median_us, row.p20_us, row.p80_us)
-            found.append(Candidate(name, taken, time, row.times_native, MEASURED, row.error, reason))
-        elif kept is not None and not (taken and choice.params):
-            gain = None if before is None else before.median_us / kept.median_us
-            time = Spread(kept.median_us, kept.p20_us, kept.p80_us)
-            found.append(Candidate(name, taken, time, gain, STORED, None, reason))
-        elif taken:
-            kind = PREDICTED if choice.source == "model" else STORED
-            gain = 1.0 if name == NATIVE else choice.predicted_gain
-            found.append(Candidate(name, taken, None, gain, kind if gain is not None else "", None, reason))
-        elif name == NATIVE:
-            found.append(Candidate(name, taken, None, 1.0, PREDICTED, None, reason))
-        elif name in predicted and _could(name, problem):
-            time_us = None if native_us is None else Spread(native_us / predicted[name])
-            found.append(Candidate(name, taken, time_us, predicted[name], PREDICTED, None, reason))
+    for name in (row.algorithm, *row.why_not):
+        candidate = None
+        if name in timed:
+            candidate = _as_timed(timed[name])
+        # Stored times are of default parameters.
+        if candidate is None and name in stored and not (name == row.algorithm and row.params):
+            candidate = _as_stored(stored[name], stored.get(NATIVE))
+        if candidate is None:
+            candidate = _as_predicted(name, row, native_us)
+        if candidate is not None:
+            why_not = candidate.why_not or row.why_not.get(name, "")
+            found.append(replace(candidate, chosen=name == row.algorithm, why_not=why_not))
     return sorted(found, key=lambda c: -(c.gain if c.gain is not None else -1.0))
 
 
-def _could(name: str, problem: ConvProblem) -> bool:
-    algorithm = BY_NAME[name]
-    return algorithm.automatic and algorithm.why_not(problem) is None and algorithm.same_as_native(problem) is None
+def _as_timed(row: Timed) -> Candidate | None:
+    """None if it was right but not timed."""
+    if row.verdict != "ok":
+        why_not = f"wrong or failed here: {row.verdict}"
+        return Candidate(row.algorithm, False, None, None, "", row.error, why_not)
+    if row.median_us is None:
+        return None
+    time = Spread(row.median_us, row.p20_us, row.p80_us)
+    return Candidate(row.algorithm, False, time, row.times_native, MEASURED, row.error)
+
+
+def _as_stored(row: Stored, native: Stored | None) -> Candidate:
+    gain = None if native is None else native.median_us / row.median_us
+    return Candidate(row.algorithm, False, Spread(row.median_us, row.p20_us, row.p80_us), gain, STORED)
+
+
+def _as_predicted(name: str, row: Explained, native_us: float | None) -> Candidate | None:
+    """The choice, native, and what the model expects of others; None if nothing is known."""
+    if name == row.algorithm:
+        gain = 1.0 if name == NATIVE else row.gain
+        kind = PREDICTED if row.source == "model" else STORED
+        return Candidate(name, True, None, gain, kind if gain is not None else "")
+    if name == NATIVE:
+        return Candidate(name, False, None, 1.0, PREDICTED)
+    if name not in row.predicted:
+        return None
+    gain = row.predicted[name]
+    return Candidate(name, False, None if native_us is None else Spread(native_us / gain), gain, PREDICTED)
 
 
 def total(values: Sequence[float | None]) -> float | None:
-    """The sum; None where one is missing."""
+    """The sum; None if one is missing."""
     known = [value for value in values if value is not None]
     return math.fsum(known) if len(known) == len(values) else None

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from convselect.choice.choose import NATIVE
-from convselect.explain import short
-from convselect.measure.rows import KERNEL_CLASSES
+from convselect.measure.rows import KERNEL_CLASSES, NATIVE
 from convselect.report.charts import (
     COLOURS,
     Bar,
@@ -26,13 +24,12 @@ from convselect.report.charts import (
 )
 from convselect.report.end_to_end import EndToEnd
 from convselect.report.measurements import DataReport
-from convselect.report.networks import Layer, NetworkReport
+from convselect.report.networks import DIRECTIONS, Layer, NetworkReport
 
 TEMPLATES = Path(__file__).parent / "templates"
 MOST_BARS = 24
 """Lines of a chart of layers; the tables have all of them."""
 THIN = "\u202f"  # a narrow space that does not break, between number and unit
-DIRECTIONS = {"forward": "forward", "backward_data": "grad input", "backward_weight": "grad weight"}
 GROUPS = {
     "by_kernel_class": "class of layer", "by_direction": "direction", "by_source": "source", "by_dtype": "element type",
     "by_threads": "threads",
@@ -54,7 +51,7 @@ def render(report: NetworkReport | DataReport) -> str:
         lstrip_blocks=True,
     )  # fmt: skip
     environment.filters |= {
-        "duration": duration, "times": times, "percent": percent, "count": count, "short": short, "error": error,
+        "duration": duration, "times": times, "percent": percent, "count": count, "error": error,
         "params": params, "shortened": shortened,
     }  # fmt: skip
     environment.globals |= {"directions": DIRECTIONS}
@@ -141,7 +138,7 @@ def of_network(report: NetworkReport) -> dict[str, Any]:
 
 
 def label(layer: Layer, most: int = 34) -> str:
-    """A layer's name, and how many more pose the same problem."""
+    """A layer's name, and how many more have the same problem."""
     more = len(layer.names) - 1
     extra = f" +{more}" if more else ""
     return shortened(layer.names[0] or "(the model)", most - len(extra)) + extra
@@ -182,7 +179,7 @@ def _layer_chart(layers: Sequence[Layer], direction: str) -> tuple[Chart, bool, 
 
 
 def _small(layer: Layer) -> str:
-    return (f"{layer.calls} × " if layer.calls > 1 else "") + shortened(short(layer.problem), 46)
+    return (f"{layer.calls} × " if layer.calls > 1 else "") + shortened(layer.problem.brief, 46)
 
 
 def _by_time(layers: Sequence[Layer]) -> list[str]:
@@ -212,7 +209,7 @@ class Spent:
 
 
 def _spent(end: EndToEnd, layers: Sequence[Layer], kinds: Mapping[str, str]) -> Spent | None:
-    """Convolutions by what computes them once converted, and everything else; None where a time is missing."""
+    """Convolutions by what computes them once converted, and everything else; None if a time is missing."""
     if end.layers_native_us is None or end.layers_chosen_us is None:
         return None
     members = [one for one in layers if end.mode != "inference" or one.direction == "forward"]

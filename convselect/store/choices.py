@@ -1,4 +1,5 @@
-"""The choices in a store: looked up, decided, dropped, and forgotten when there are too many."""
+"""Choices in a store, and the environments they were made in: looked up, written, dropped, and pruned if there are too
+many. All that a process needs of its store is here, so that a look-up imports nothing of measurements."""
 
 from __future__ import annotations
 
@@ -9,20 +10,21 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from convselect.machine import environment as machine
 from convselect.problem import ConvProblem
 from convselect.store.file import DamagedStoreError, StoreFile, now
 
 
 class Decision(NamedTuple):
-    """What was settled for one problem under one set of budgets.
+    """What was chosen for one problem under one set of budgets.
 
     Attributes:
-        budgets: what the choice was allowed (precision, workspace, ..), as a text that is only compared.
-        params: of the algorithm, of kinds that JSON has; None: its defaults.
+        budgets: limits of the choice (precision, workspace, ..), as a text that is only compared.
+        params: of the algorithm, of types that JSON has; None: its defaults.
         source: where it comes from: "verify", "measure", "import", ..
-        gain: how many times faster than native it was; None where that was not measured.
+        gain: how many times faster than native it was; None if that was not measured.
         revision: of the algorithm, so that an upgraded one is measured again.
-        samples: timed calls that it rests on.
+        samples: number of timed calls that it rests on.
     """
 
     problem: ConvProblem
@@ -36,7 +38,7 @@ class Decision(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """A decision with the number of its environment, and when it was made and last used (UTC)."""
+    """A choice with the number of its environment, and when it was made and last used (UTC)."""
 
     environment: int
     decision: Decision
@@ -48,29 +50,52 @@ _COLUMNS = "c.algorithm, c.params, c.source, c.gain, c.revision, c.samples, c.ch
 
 
 class Choices(StoreFile):
-    """The part of a store that holds choices."""
+    """A store as far as its choices go; arguments and errors are those of `StoreFile`."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        # (environment, problem, budgets) of choices read for the first time today; written with the next decision.
+        # (environment, problem, budgets) of choices read for the first time today; written with the next choice.
         self._read: set[tuple[int, int, str]] = set()
         super().__init__(*arguments, **options)
 
     def close(self, *, quickly: bool = False) -> None:
-        """End it. Unless `quickly`, which choices were read is written down first."""
+        """Close the file. Unless `quickly`, note first which choices were read."""
         if not quickly:
-            with contextlib.suppress(sqlite3.Error):  # of no consequence: they count as unused for a day longer
+            with contextlib.suppress(sqlite3.Error):  # harmless: they count as unused for a day longer
                 self.note_use()
         super().close()
 
+    # ---- environments -------------------------------------------------------------------------------------------
+
+    def environment(self, description: Mapping[str, Any], fingerprint: str | None = None) -> int:
+        """The number of the environment with this fingerprint, by default the description's; entered now if new."""
+        fingerprint = machine.fingerprint(description) if fingerprint is None else fingerprint
+        with self.writing():
+            self._db.execute(
+                "insert or ignore into environment (fingerprint, description, created) values (?, ?, ?)",
+                (fingerprint, json.dumps(description, sort_keys=True), now()),
+            )
+            found = self._db.execute("select id from environment where fingerprint = ?", (fingerprint,)).fetchone()
+        return int(found[0])
+
+    def environments(self) -> dict[int, dict[str, Any]]:
+        """Number -> description of every environment."""
+        rows = self._db.execute("select id, description from environment order by id")
+        return {int(number): json.loads(text) for number, text in rows}
+
+    def fingerprints(self) -> dict[int, str]:
+        """Number -> fingerprint of every environment."""
+        rows = self._db.execute("select id, fingerprint from environment order by id")
+        return {int(number): text for number, text in rows}
+
+    # ---- choices ------------------------------------------------------------------------------------------------
+
     def decision(self, fingerprint: str, problem: ConvProblem, budgets: str) -> Decision | None:
-        """What was decided in the environment with this fingerprint; None where nothing was.
+        """The choice for a problem under these budgets in the environment with this fingerprint; None if there is none.
 
         Raises:
-            DamagedStoreError: where the row is not what was written.
-            sqlite3.Error: where the file cannot be read.
+            DamagedStoreError: if the row is not what was written.
+            sqlite3.Error: if the file cannot be read.
         """
-        if self.version == 1:  # read only: it has no choices
-            return None
         text = str(problem)
         row = self._db.execute(
             f"select {_COLUMNS}, c.used, c.environment, c.problem from environment e, problem p, choice c "
@@ -92,14 +117,16 @@ class Choices(StoreFile):
             problem, budgets, algorithm, None if params is None else json.loads(params), source, gain, revision, samples
         )
 
-    def decide(self, environment: int, decisions: Sequence[Decision], *, made: Sequence[str] | None = None) -> None:
-        """Write these, in one transaction; each replaces what was decided for its problem and budgets before.
+    def put_choices(
+        self, environment: int, decisions: Sequence[Decision], *, made: Sequence[str] | None = None
+    ) -> None:
+        """Write these, in one transaction; each overwrites an earlier one for its problem and budgets.
 
         Args:
-            made: when each was made, where that was not now.
+            made: when each was made; default: now.
 
         Raises:
-            sqlite3.Error: where that failed; then nothing of them is written.
+            sqlite3.Error: if that failed; then none of them is written.
         """
         time = now()
         with self.writing():
@@ -119,7 +146,7 @@ class Choices(StoreFile):
         self._read.clear()
 
     def note_use(self) -> None:
-        """Write down which choices were read: once a day each, together with the next decision or here."""
+        """Note which choices were read: once a day each, together with the next choice written, or here."""
         if self._read and not self.read_only:
             with self.writing():
                 self._write_use(now())
@@ -132,7 +159,7 @@ class Choices(StoreFile):
         )
 
     def drop(self, environment: int, problem: ConvProblem, budgets: str | None = None) -> int:
-        """Forget what was decided for a problem, under these budgets or under all; how many choices that were."""
+        """Delete the choices for a problem, under these budgets or under all; returns how many there were."""
         condition, values = ("", ()) if budgets is None else (" and budgets = ?", (budgets,))
         with self.writing():
             return self._db.execute(
@@ -147,13 +174,11 @@ class Choices(StoreFile):
         """All of them, in order of environment and entry of the problem.
 
         Args:
-            damaged: where given, rows that are not what was written are named here instead of raising.
+            damaged: if given, rows that are not what was written are named here, and nothing is raised.
 
         Raises:
-            DamagedStoreError: where a row is not what was written.
+            DamagedStoreError: if a row is not what was written.
         """
-        if self.version == 1:
-            return
         rows = self._db.execute(
             f"select c.environment, p.text, c.budgets, c.made, c.used, {_COLUMNS} from choice c "
             "join problem p on p.id = c.problem "
@@ -172,15 +197,15 @@ class Choices(StoreFile):
             yield Stored(number, found, made, used)
 
     def problem_texts(self) -> list[str]:
-        """Every problem that something was entered for, as text."""
+        """Every problem with an entry, as text."""
         return [str(text) for (text,) in self._db.execute("select text from problem order by id")]
 
     # ---- bounds -------------------------------------------------------------------------------------------------
 
     def counts(self) -> tuple[int, int]:
         """(choices, measurements)."""
-        of = [int(self._db.execute(f"select count(*) from {name}").fetchone()[0]) for name in ("choice", "measurement")]
-        return of[0], of[1]
+        found = self._db.execute("select (select count(*) from choice), (select count(*) from measurement)").fetchone()
+        return int(found[0]), int(found[1])
 
     def prune(
         self,
@@ -190,15 +215,15 @@ class Choices(StoreFile):
         unused_since: str | None = None,
         environment: int | None = None,
     ) -> int:
-        """Forget until all of these hold, least recently used first; how many choices and measurements went.
+        """Delete until all of these hold, least recently used first; returns how many choices and measurements went.
 
         Measurements go before choices: a call may wait for a choice, and whole files of measurements can be imported.
 
         Args:
-            rows: at most so many choices and measurements.
-            size_bytes: at most so many bytes of pages in use.
-            unused_since: nothing that was not used since this time (UTC, ISO 8601).
-            environment: nothing of this environment.
+            rows: keep at most this many choices and measurements.
+            size_bytes: keep at most this many bytes of pages in use.
+            unused_since: delete what was last used before this time (UTC, ISO 8601).
+            environment: delete everything of this environment.
         """
         with self.writing():
             gone = 0
@@ -238,7 +263,7 @@ class Choices(StoreFile):
         return len(keys)
 
     def _forget_problems(self, gone: int) -> None:
-        """Those that nothing speaks of any more."""
+        """Delete problems that nothing refers to, if anything is gone."""
         if gone:
             self._db.execute(
                 "delete from problem where not exists (select 1 from choice where problem = problem.id) "
@@ -247,5 +272,5 @@ class Choices(StoreFile):
 
 
 def _checksum(text: str, budgets: str, values: tuple[Any, ...]) -> int:
-    """Of all that a choice says. A flipped bit in a page's text goes unnoticed by SQLite's own checks."""
+    """CRC-32 over everything in a choice: SQLite's own checks do not notice a flipped bit in a text."""
     return zlib.crc32(repr((text, budgets, *values)).encode())

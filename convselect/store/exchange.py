@@ -1,6 +1,6 @@
-"""Choices and measurements from store to store: as JSON and CSV, so that a team can ship them, and file into file.
+"""Choices and measurements from store to store: as JSON and CSV, so that a team can ship them, or directly.
 
-What is there already stays, unless `replace` says otherwise: a user's own measurement knows the user's machine best.
+Existing entries are kept unless `replace`: what the user's own machine measured describes it best.
 """
 
 from __future__ import annotations
@@ -12,22 +12,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from convselect.kernels.pool import BY_NAME
-from convselect.machine.environment import fingerprint
 from convselect.measure.rows import HEADER, environment_path, read_rows
 from convselect.problem import ConvProblem
 from convselect.store.choices import Decision, Stored
-from convselect.store.store import Store, pool_mark
+from convselect.store.store import Store, pool_fingerprint
 
 FORMAT = "convselect choices"
 FORMAT_VERSION = 1
-_FIELDS = (
-    "problem", "budgets", "algorithm", "params", "source", "gain", "revision", "samples", "made"
-)  # fmt: skip
+_FIELDS = (*Decision._fields, "made")
 _COLUMNS = ("fingerprint", "description", *_FIELDS)
 
 
 class Taken(NamedTuple):
-    """What an import or a merge did: entered, and left as it was because something was there."""
+    """What an import or a merge did: numbers of rows entered, and of rows left out because there was one."""
 
     choices: int = 0
     choices_kept: int = 0
@@ -39,12 +36,12 @@ class Taken(NamedTuple):
 
 
 def export_choices(store: Store, path: str | Path, environment: int | None = None) -> int:
-    """Write choices, of one environment or of all, as JSON (`.json`) or CSV; how many there are.
+    """Write choices, of one environment or of all, as JSON (`.json`) or CSV; returns their number.
 
     Raises:
-        ValueError: where there are none, or the name ends in neither.
+        ValueError: if there are none, or the name ends in neither.
     """
-    marks, about = store.fingerprints(), store.environments()
+    fingerprints, about = store.fingerprints(), store.environments()
     found = list(store.decisions(environment))
     if not found:
         raise ValueError(f"{store.path} holds no choices")
@@ -53,7 +50,7 @@ def export_choices(store: Store, path: str | Path, environment: int | None = Non
         for one in found:
             groups.setdefault(one.environment, []).append(as_record(one))
         environments = [
-            {"fingerprint": marks[number], "description": about[number], "choices": choices}
+            {"fingerprint": fingerprints[number], "description": about[number], "choices": choices}
             for number, choices in groups.items()
         ]
         whole = {"format": FORMAT, "version": FORMAT_VERSION, "environments": environments}
@@ -65,7 +62,7 @@ def export_choices(store: Store, path: str | Path, environment: int | None = Non
             for one in found:
                 record = as_record(one)
                 record["params"] = None if record["params"] is None else json.dumps(record["params"], sort_keys=True)
-                head = (marks[one.environment], json.dumps(about[one.environment], sort_keys=True))
+                head = (fingerprints[one.environment], json.dumps(about[one.environment], sort_keys=True))
                 writer.writerow([*head, *(record[name] for name in _FIELDS)])
     else:
         raise ValueError(f"choices are written to .json or .csv, not to {path}")
@@ -73,7 +70,7 @@ def export_choices(store: Store, path: str | Path, environment: int | None = Non
 
 
 def as_record(one: Stored) -> dict[str, Any]:
-    """A stored choice as JSON has it."""
+    """A stored choice, as in a JSON file."""
     record: dict[str, Any] = one.decision._asdict()
     params = one.decision.params
     record |= {"problem": str(one.decision.problem), "params": None if params is None else dict(params)}
@@ -81,21 +78,24 @@ def as_record(one: Stored) -> dict[str, Any]:
 
 
 def import_choices(store: Store, path: str | Path, *, replace: bool = False) -> Taken:
-    """Take over choices that `export_choices` wrote; their source is "import" from now on.
+    """Enter choices that `export_choices` wrote; their source is "import" from now on.
+
+    Args:
+        replace: overwrite existing entries.
 
     Raises:
-        ValueError: where the file is not one of choices, with what is wrong with it; then nothing is taken.
-        OSError: where it cannot be read.
+        ValueError: if the file is not one of choices, with what is wrong with it; then nothing is entered.
+        OSError: if it cannot be read.
     """
     groups: dict[str, tuple[Mapping[str, Any], list[tuple[Decision, str]]]] = {}
-    for mark, description, record in _records(Path(path)):
-        groups.setdefault(mark, (description, []))[1].append(_decision(path, record))
+    for fingerprint, description, record in _records(Path(path)):
+        groups.setdefault(fingerprint, (description, []))[1].append(_decision(path, record))
     taken = Taken()
-    for mark, (description, decisions) in groups.items():
-        number = store.environment(description, mark)
+    for fingerprint, (description, decisions) in groups.items():
+        number = store.environment(description, fingerprint)
         there = set() if replace else {(d.problem, d.budgets) for _, d, _, _ in store.decisions(number)}
         new = [(one, made) for one, made in decisions if (one.problem, one.budgets) not in there]
-        store.decide(number, [one for one, _ in new], made=[made for _, made in new])
+        store.put_choices(number, [one for one, _ in new], made=[made for _, made in new])
         taken = taken._replace(
             choices=taken.choices + len(new), choices_kept=taken.choices_kept + len(decisions) - len(new)
         )
@@ -108,7 +108,7 @@ def _records(path: Path) -> Iterable[tuple[str, Mapping[str, Any], Mapping[str, 
         text = path.read_text()
         if path.suffix == ".json":
             whole = json.loads(text)
-            if whole["format"] != FORMAT or whole["version"] > FORMAT_VERSION:
+            if whole["format"] != FORMAT or whole["version"] != FORMAT_VERSION:
                 raise ValueError(f"it is {whole['format']!r} of version {whole['version']}")
             for group in whole["environments"]:
                 for record in group["choices"]:
@@ -134,14 +134,14 @@ def _decision(path: str | Path, record: Mapping[str, Any]) -> tuple[Decision, st
             None if gain is None else float(gain), int(record["revision"]), int(record["samples"]),
         ), str(record["made"])  # fmt: skip
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"{path} has a choice that is none: {error} in {dict(record)}") from error
+        raise ValueError(f"{path} has an invalid choice: {error} in {dict(record)}") from error
 
 
 # ---- measurements -----------------------------------------------------------------------------------------------
 
 
 def is_measurements(path: str | Path) -> bool:
-    """Whether a file is one that `store.export` wrote, by its name or first line."""
+    """Whether `store.export` wrote a file, by its name or first line."""
     if Path(path).suffix == ".gz":
         return True
     with Path(path).open(errors="replace") as file:
@@ -149,20 +149,23 @@ def is_measurements(path: str | Path) -> bool:
 
 
 def import_measurements(store: Store, path: str | Path, *, replace: bool = False) -> Taken:
-    """Take over a CSV file of measurements, with the environment written beside it.
+    """Enter a CSV file of measurements, with the environment written beside it.
+
+    Args:
+        replace: overwrite existing entries.
 
     Raises:
-        ValueError: where it is no such file.
-        OSError: where it, or the file about its environment, cannot be read.
+        ValueError: if it is no such file.
+        OSError: if it, or the file about its environment, cannot be read.
     """
     rows = read_rows(path)
     about = json.loads(environment_path(path).read_text())
     description = (about.get("environments") or [about["machine"]])[0]
-    number = store.environment(description, fingerprint(description))
+    number = store.environment(description)
     there = set() if replace else {_key(row) for row in store.rows(number)}
     new = [row for row in rows if _key(row) not in there]
     if new:
-        pool = pool_mark({row.algorithm: row.revision for row in rows})
+        pool = pool_fingerprint({row.algorithm: row.revision for row in rows})
         store.add(number, new, pool=pool, block=store.next_block(number))
     return Taken(measurements=len(new), measurements_kept=len(rows) - len(new))
 
@@ -172,15 +175,15 @@ def _key(row: Any) -> tuple[Any, ...]:
 
 
 def merge(store: Store, other: Store, *, replace: bool = False) -> Taken:
-    """Take over everything of another store, choice by choice and measurement by measurement. Of two choices for the
-    same problem the later one stays (with `replace`, the other store's). Merging twice changes nothing.
+    """Enter everything of another store, choice by choice and measurement by measurement. Of two choices for the same
+    problem the later one stays (with `replace`, the other store's). Merging twice changes nothing.
 
     Raises:
-        StoreError: where a row of the other is damaged.
+        StoreError: if a row of the other is damaged.
     """
-    marks, totals = other.fingerprints(), [0, 0, 0, 0]
+    fingerprints, totals = other.fingerprints(), [0, 0, 0, 0]
     for number, description in other.environments().items():
-        here = store.environment(description, marks[number])
+        here = store.environment(description, fingerprints[number])
         made = {(d.problem, d.budgets): when for _, d, when, _ in store.decisions(here)}
         theirs = list(other.decisions(number))
         new = [
@@ -188,7 +191,7 @@ def merge(store: Store, other: Store, *, replace: bool = False) -> Taken:
             if replace or one.made > made.get((one.decision.problem, one.decision.budgets), "")
         ]  # fmt: skip
         if new:
-            store.decide(here, [one.decision for one in new], made=[one.made for one in new])
+            store.put_choices(here, [one.decision for one in new], made=[one.made for one in new])
         added, there = store.add_from(other, number, here)
         for i, count in enumerate((len(new), len(theirs) - len(new), added, there)):
             totals[i] += count
@@ -199,9 +202,9 @@ def merge(store: Store, other: Store, *, replace: bool = False) -> Taken:
 
 
 def verify(store: Store) -> dict[str, list[str]]:
-    """Kind of fault -> what has it: "pages" (SQLite's own check), "references" (rows of what is not there), "rows"
-    (choices that are not what was written), "problems" (that cannot be read), "unknown algorithms", "old revisions" (of
-    choices: measured again when next met). Kinds without a fault are left out."""
+    """Kind of fault -> what has it: "pages" (SQLite's own check), "references" (broken ones), "problems" (texts that
+    cannot be read), "rows" (choices that are not what was written), "unknown algorithms", "old revisions" (of choices:
+    measured again when next met). Kinds without a fault are left out."""
     found: dict[str, list[str]] = {"pages": store.problems(thorough=True), "references": store.dangling()}
     found["problems"] = []
     for text in store.problem_texts():

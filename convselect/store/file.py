@@ -1,4 +1,4 @@
-"""A store's file: opened, checked, brought to this version's schema, written to in short transactions.
+"""A store's file: opened, checked, written to in short transactions, set aside if it is damaged.
 
 Its journal is a write-ahead log, so that readers and a writer do not wait for each other. On network mounts, whose
 processes share no memory, and wherever else SQLite refuses one, it is the rollback journal.
@@ -19,9 +19,21 @@ APPLICATION_ID = 0x63766C73  # "cvls": says whose file this is
 BUSY_S = 30.0
 """How long a writer waits for another one."""
 _LOG_BYTES = 4 * 2**20
-"""What a write-ahead log is cut down to once its contents are in the main file."""
+"""What a write-ahead log is truncated to once its contents are in the main file."""
 
-_CHOICE = """
+_SCHEMA = """
+create table environment (
+    id integer primary key, fingerprint text not null unique, description text not null, created text not null);
+create table problem (id integer primary key, text text not null unique);
+create table measurement (
+    environment integer not null references environment, problem integer not null references problem,
+    algorithm text not null, revision integer not null, repeat integer not null, pool text not null,
+    block integer not null, model text not null, status text not null, clock text not null,
+    min_us real, median_us real, p20_us real, p80_us real, wall_us real, rounds integer not null,
+    used text not null, primary key (environment, problem, algorithm, revision, repeat)) without rowid;
+create table sentinel (
+    environment integer not null references environment, block integer not null, before_us real not null,
+    after_us real not null, primary key (environment, block)) without rowid;
 create table choice (
     environment integer not null references environment, problem integer not null references problem,
     budgets text not null, algorithm text not null, params text, source text not null, gain real,
@@ -32,57 +44,43 @@ create index measurement_used on measurement (used);
 create index measurement_problem on measurement (problem);
 create index choice_problem on choice (problem);
 """
-_SCHEMA = f"""
-create table environment (
-    id integer primary key, fingerprint text not null unique, description text not null, created text not null);
-create table problem (id integer primary key, text text not null unique);
-create table measurement (
-    environment integer not null references environment, problem integer not null references problem,
-    algorithm text not null, revision integer not null, repeat integer not null, pool text not null,
-    block integer not null, model text not null, status text not null, clock text not null,
-    min_us real, median_us real, p20_us real, p80_us real, wall_us real, rounds integer not null,
-    used text not null default '', primary key (environment, problem, algorithm, revision, repeat)) without rowid;
-create table sentinel (
-    environment integer not null references environment, block integer not null, before_us real not null,
-    after_us real not null, primary key (environment, block)) without rowid;
-{_CHOICE}"""
 _NETWORK = ("nfs", "cifs", "smb", "afs", "9p", "ceph", "lustre", "gpfs", "gluster", "beegfs", "fuse.sshfs", "ncp")
 _checked: set[tuple[str, int, int]] = set()
-"""Files whose pages this process has looked through: path, device, inode."""
+"""Files whose pages this process has checked: path, device, inode."""
 
 
 class StoreError(RuntimeError):
-    """The file is no store, a damaged one, or one of a newer version; the message says which.
+    """The file is not a store, is damaged, or has another version; the message says which.
 
     Attributes:
-        inode: of the file that was opened, where that is known: by its name there may be another one by now.
+        inode: of the file that was opened, if known: by now its name may belong to another one.
     """
 
     inode: int | None = None
 
 
-class NewerStoreError(StoreError):
-    """The store was written by a later version of this package."""
+class StoreVersionError(StoreError):
+    """The store has another version's schema."""
 
 
 class DamagedStoreError(StoreError):
-    """The file is not SQLite's, is broken, or holds something else's tables."""
+    """The file is not SQLite's, is damaged, or holds something else's tables."""
 
 
 class BusyStoreError(StoreError):
-    """Another process has the store locked."""
+    """Another process has locked the store."""
 
 
 def kind_of(error: BaseException) -> str:
-    """ "busy" where another process holds the file and waiting may help, "damaged" where its contents are at fault,
-    else "other": no space, no permission, a disk or a file system that fails."""
+    """ "busy" if another process holds the file and waiting may help, "damaged" if its contents are at fault, else
+    "other": no space, no permission, a disk or a file system that fails."""
     if isinstance(error, BusyStoreError):
         return "busy"
     if isinstance(error, DamagedStoreError):
         return "damaged"
     if not isinstance(error, sqlite3.Error):
         return "other"
-    code, text = getattr(error, "sqlite_errorcode", None), str(error)  # the code is there from Python 3.11 on
+    code, text = getattr(error, "sqlite_errorcode", None), str(error)  # the code exists from Python 3.11 on
     if code is not None:
         return {5: "busy", 6: "busy", 11: "damaged", 26: "damaged"}.get(code & 0xFF, "other")
     if text.endswith("is locked"):
@@ -96,17 +94,17 @@ def now() -> str:
 
 
 class StoreFile:
-    """A store's file, opened; made where it does not exist. Use as a context manager, or `close`.
+    """A store's file, opened, and made if it does not exist; `close` it.
 
     Args:
-        read_only: nothing is made, changed or brought up to date; the file may lie where nobody may write.
-        busy_s: how long to wait for another process before giving up.
+        read_only: nothing is made or changed; the directory may be read-only, too.
+        busy_s: how long to wait for another process, in seconds.
         shared: whether several threads use this one, one at a time (the caller sees to that).
 
     Raises:
-        StoreError: where the file is not a store (`DamagedStoreError`), of a newer version (`NewerStoreError`), or
-            locked for longer than `busy_s` (`BusyStoreError`).
-        OSError: where it cannot be made or opened.
+        StoreError: if the file is not a store (`DamagedStoreError`), has another schema version (`StoreVersionError`),
+            or is locked for longer than `busy_s` (`BusyStoreError`).
+        OSError: if it cannot be made or opened.
     """
 
     def __init__(
@@ -114,7 +112,6 @@ class StoreFile:
     ) -> None:
         self.path = Path(path)
         self.read_only = read_only
-        self.version = SCHEMA_VERSION
         if not self.path.parent.is_dir():
             raise FileNotFoundError(f"there is no directory {self.path.parent}")
         if read_only and not self.path.is_file():
@@ -137,20 +134,16 @@ class StoreFile:
                 error.inode = self.inode
                 raise
             except sqlite3.DatabaseError as error:
-                # Without a log beside it, and where none can be made, a file is read as one that never changes.
+                # If there is no log beside it, and none can be made, a file is read as one that never changes.
                 if mode == modes[-1] or kind_of(error) != "other":
                     raise self._translated(error) from error
 
     def _connect(self, mode: str, busy_s: float, shared: bool) -> sqlite3.Connection:
         name = f"file:{quote(str(self.path.absolute()))}?{mode}" if mode else str(self.path)
         return sqlite3.connect(
-            name,
-            timeout=busy_s,
-            isolation_level=None,
-            uri=bool(mode),
-            check_same_thread=not shared,
+            name, timeout=busy_s, isolation_level=None, uri=bool(mode), check_same_thread=not shared,
             cached_statements=64,
-        )
+        )  # fmt: skip
 
     def _translated(self, error: sqlite3.DatabaseError) -> Exception:
         kind = kind_of(error)
@@ -164,29 +157,23 @@ class StoreFile:
 
     def _open(self) -> None:
         self._db.execute("pragma foreign_keys = on")
-        version = self._version()
-        if version == 0 and not self.read_only and not self._has_tables():
+        if self._version() == 0 and not self.read_only and not self._has_tables():
             self._db.execute("pragma auto_vacuum = incremental")  # takes effect only before the first table
             self._set_journal()
             with self.writing():
                 if self._version() == 0 and not self._has_tables():  # else another process was first
-                    self._run(_SCHEMA)
+                    for statement in _SCHEMA.split(";"):  # `executescript` would end the transaction
+                        self._db.execute(statement)
                     self._db.execute(f"pragma application_id = {APPLICATION_ID}")
                     self._db.execute(f"pragma user_version = {SCHEMA_VERSION}")
-            version = self._version()
         if self._db.execute("pragma application_id").fetchone()[0] != APPLICATION_ID:
             raise DamagedStoreError(f"{self.path} is a database of something else")
-        if version > SCHEMA_VERSION:
-            raise NewerStoreError(f"{self.path} has version {version}; this convselect reads up to {SCHEMA_VERSION}")
+        # Read again: another process may have made the tables just now, in one transaction with both numbers.
+        if (version := self._version()) != SCHEMA_VERSION:
+            raise StoreVersionError(f"{self.path} has version {version}; this convselect reads {SCHEMA_VERSION}")
         self._check_once()
-        if self.read_only:
-            self.version = version
-            return
-        self._set_journal()
-        if version < SCHEMA_VERSION:
-            with self.writing():
-                if self._version() < SCHEMA_VERSION:
-                    self._migrate()
+        if not self.read_only:
+            self._set_journal()
 
     def _version(self) -> int:
         return int(self._db.execute("pragma user_version").fetchone()[0])
@@ -194,25 +181,14 @@ class StoreFile:
     def _has_tables(self) -> bool:
         return bool(self._db.execute("select count(*) from sqlite_master").fetchone()[0])
 
-    def _run(self, statements: str) -> None:
-        for statement in statements.split(";"):
-            self._db.execute(statement)
-
-    def _migrate(self) -> None:
-        """From version 1, whose choices knew neither budgets nor revisions. Nothing ever wrote one."""
-        self._db.execute("drop table choice")
-        self._db.execute("alter table measurement add column used text not null default ''")
-        self._run(_CHOICE)
-        self._db.execute(f"pragma user_version = {SCHEMA_VERSION}")
-
     def _check_once(self) -> None:
-        """Look through the file's pages, once per process: a choice must not wait for that again."""
+        """Check the file's pages, once per process: later look-ups must not wait for that again."""
         found = self.path.stat()
-        mark = (str(self.path.absolute()), found.st_dev, found.st_ino)
-        if mark not in _checked:
+        key = (str(self.path.absolute()), found.st_dev, found.st_ino)
+        if key not in _checked:
             if wrong := self.problems():
                 raise DamagedStoreError(f"{self.path} is not a readable store: {wrong[0]}")
-            _checked.add(mark)
+            _checked.add(key)
 
     def problems(self, *, thorough: bool = False) -> list[str]:
         """What is wrong with the file's pages, at most ten lines; `thorough` compares indices with their tables too."""
@@ -220,7 +196,7 @@ class StoreFile:
         return [str(line) for (line,) in self._db.execute(f"pragma {what}(10)") if line != "ok"]
 
     def dangling(self) -> list[str]:
-        """Rows that refer to what is not there: table, and what it refers to."""
+        """Rows with a broken reference: their table, and the one referred to."""
         return [
             f"{table}: a row of no {parent}" for table, _, parent, _ in self._db.execute("pragma foreign_key_check")
         ]
@@ -229,7 +205,7 @@ class StoreFile:
 
     def _set_journal(self) -> None:
         if self.journal == "wal":
-            # A crash of the machine may then undo the last transactions, but breaks nothing; a killed process loses
+            # If the machine crashes, the last transactions may be lost, but nothing is damaged; a killed process loses
             # none.
             self._db.execute("pragma synchronous = normal")
             self._db.execute(f"pragma journal_size_limit = {_LOG_BYTES}")
@@ -276,6 +252,44 @@ class StoreFile:
         self._db.close()
 
 
+def is_store(path: str | Path) -> bool:
+    """Whether a file begins as SQLite's do."""
+    with open(path, "rb") as file:
+        return file.read(16) == b"SQLite format 3\0"
+
+
+def set_aside(path: Path, inode: int | None) -> Path | None:
+    """Rename a damaged file, and what SQLite keeps beside it, so that a new one can be begun. It is not deleted: its
+    owner may want it.
+
+    Args:
+        inode: of the file that was found damaged; another one by this name is not touched.
+
+    Returns:
+        The new name; None if another process renamed it first.
+
+    Raises:
+        OSError: if it cannot be renamed.
+    """
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        with contextlib.suppress(ImportError, OSError):  # not available everywhere; two processes at once are rare
+            import fcntl
+
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        if inode is None or _inode(path) != inode:
+            return None
+        stem = f"{path.name}.damaged-{datetime.date.today().isoformat()}"
+        names = (stem, *(f"{stem}-{i}" for i in range(2, 1000)))
+        aside = next(path.with_name(name) for name in names if not path.with_name(name).exists())
+        for end in ("-wal", "-shm", "-journal", ""):  # a new file must not find the log of the old one
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(f"{path}{end}", f"{aside}{end}")
+        return aside
+    finally:
+        os.close(folder)
+
+
 def _inode(path: Path) -> int | None:
     try:
         return path.stat().st_ino
@@ -288,7 +302,7 @@ def _has_content(path: str) -> bool:
 
 
 def on_network(path: Path, mounts: Callable[[], str] | None = None) -> bool:
-    """Whether a file lies on a mount that other machines may write to as well. False where nobody can tell."""
+    """Whether a file lies on a mount that other machines may write to as well; False if that cannot be found out."""
     try:
         text = mounts() if mounts is not None else Path("/proc/self/mounts").read_text(errors="replace")
         place = os.path.realpath(path)

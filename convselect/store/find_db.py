@@ -1,4 +1,4 @@
-"""MIOpen's find-db as measurements: what AMD's library timed on a GPU, in the text that it keeps.
+"""MIOpen's find-db as measurements: what AMD's library timed on a GPU, in the text format that it stores.
 
 One line per problem, `key=solver:milliseconds,workspace bytes,kind of algorithm;solver:...`. The key is
 
@@ -23,7 +23,7 @@ from convselect.measure.rows import Row
 from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction, conv_problem
 
 PREFIX = "miopen:"
-"""What solvers' names begin with here: they are no algorithms of ours."""
+"""Prefix of solvers' names here: they are not algorithms of convselect."""
 _DIRECTIONS = {"F": Direction.FORWARD, "B": Direction.BACKWARD_DATA, "W": Direction.BACKWARD_WEIGHT}
 _DTYPES = {"FP32": "float32", "FP16": "float16", "BF16": "bfloat16", "FP64": "float64"}
 _LAYOUTS = {"NCHW": CONTIGUOUS, "NHWC": CHANNELS_LAST}
@@ -41,7 +41,7 @@ _NAME = re.compile(
 
 
 class Skipped(ValueError):
-    """Why a line has no place here."""
+    """Why a line is left out."""
 
 
 @dataclass
@@ -49,9 +49,9 @@ class FindDb:
     """A file's contents.
 
     Attributes:
-        environment: arch, compute units and version, as far as the file's name says.
+        environment: architecture, compute units and version, as far as the file's name has them.
         rows: one per problem and solver.
-        skipped: reason -> how many lines, or solvers of a line, were left out for it.
+        skipped: reason -> number of lines, or of solvers in a line, left out for it.
     """
 
     environment: dict[str, Any]
@@ -64,10 +64,10 @@ class FindDb:
 
 
 def environment_of(name: str) -> dict[str, Any]:
-    """What a file's name says about where it was measured.
+    """The description of the environment that a file's name stands for.
 
     Raises:
-        ValueError: where it is not named as MIOpen names its files: nobody could tell whose times it holds.
+        ValueError: if it is not named as MIOpen names its files: nothing else says which GPU its times are of.
     """
     found = _NAME.fullmatch(name)
     if found is None:
@@ -88,18 +88,18 @@ def environment_of(name: str) -> dict[str, Any]:
 
 
 def read(path: str | Path) -> FindDb:
-    """A find-db or user find-db file.
+    """Read a find-db or user find-db file.
 
     Raises:
-        ValueError: where its name does not say which GPU it is of.
-        OSError: where it cannot be read.
+        ValueError: if its name does not say which GPU it is of.
+        OSError: if it cannot be read.
     """
     with Path(path).open(errors="replace") as file:
         return parse(file, environment_of(Path(path).name))
 
 
 def parse(lines: Iterable[str], environment: dict[str, Any]) -> FindDb:
-    """The lines that map onto a problem of ours; the others are counted."""
+    """Read the lines that map onto a `ConvProblem`; the others are counted."""
     found = FindDb(environment)
     for line in lines:
         if not (line := line.strip()):
@@ -129,7 +129,7 @@ def parse(lines: Iterable[str], environment: dict[str, Any]) -> FindDb:
 
 
 def _solver(text: str) -> tuple[str, float]:
-    """(solver, milliseconds)."""
+    """A solver's entry as (solver, milliseconds). Raises Skipped if it has no valid time."""
     name, _, rest = text.partition(":")
     cells = rest.split(",")
     if len(cells) >= 4:  # the older form: the name stands for a kind of algorithm
@@ -138,7 +138,7 @@ def _solver(text: str) -> tuple[str, float]:
         milliseconds = float(cells[0])
     except ValueError:
         raise Skipped("a solver without a time") from None
-    # Overlong runs were once summed up wrongly and came out at zero or below.
+    # Some versions summed up long runs wrongly, with results of zero or below.
     if not name or not math.isfinite(milliseconds) or milliseconds <= 0:
         raise Skipped("a time that is none")
     return name, milliseconds
@@ -148,7 +148,7 @@ def problem_of(key: str) -> ConvProblem:
     """The problem of a key.
 
     Raises:
-        Skipped: where it is none of ours, with the reason.
+        Skipped: if no `ConvProblem` can express it, with the reason.
     """
     if _KEY_3D.match(key):
         raise Skipped("three spatial dimensions")
@@ -177,7 +177,7 @@ def problem_of(key: str) -> ConvProblem:
     if min(p.N, p.C, p.H, p.W, p.K, R, S, *p.stride, *p.dilation, p.groups) < 1 or p.C % p.groups or p.K % p.groups:
         raise Skipped("sizes that no convolution has")
     if y[1:] != (p.P, p.Q):
-        # A transposed convolution is filed under the gradient that it amounts to; what fits neither is nothing we know.
+        # A transposed convolution is stored as the gradient that it equals; what fits neither cannot be expressed.
         raise Skipped("sizes that do not fit each other (transposed, or rounded otherwise)")
     return problem
 

@@ -8,9 +8,8 @@ LightGBM, or scikit-learn's histogram trees where that is missing.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -19,8 +18,6 @@ from convselect.tune.features import ProgramFeatures
 from convselect.tune.programs import Floats, Program
 
 TREES, LEAVES, RATE, LEAST_IN_LEAF = 150, 15, 0.1, 4
-CLEAR = 0.02
-"""Share of its time by which a program has to differ from another to be surely told from it by measuring."""
 LEAST_PROGRAMS = 8
 """Fewer measured programs than this teach nothing."""
 
@@ -106,52 +103,3 @@ def _sklearn(x: Any, y: Floats, seed: int, trees: int) -> Any:
         l2_regularization=0.1, early_stopping=False, random_state=seed,
     )  # fmt: skip
     return model.fit(x, y, sample_weight=y)
-
-
-# ---- how good it is ---------------------------------------------------------------------------------------------
-
-
-class Quality(NamedTuple):
-    """How predictions compare with measured throughput on programs that were not learnt from.
-
-    Attributes:
-        pairwise: share of pairs of programs of one problem that are in the right order.
-        clear_pairs: the same of pairs whose times differ by more than `CLEAR`: nearer ones are measured no better.
-        recall: share of a problem's k fastest that are among the k predicted fastest.
-        r2, rmse: of normalised throughput, over all.
-    """
-
-    pairwise: float
-    clear_pairs: float
-    recall: float
-    r2: float
-    rmse: float
-
-
-def quality(pairs: Sequence[tuple[Floats, Floats]], k: int = 30) -> Quality:
-    """Of (true, predicted) throughput per problem; the first three figures are means over problems."""
-    pairwise = [pairwise_accuracy(true, said) for true, said in pairs]
-    clear = [pairwise_accuracy(true, said, CLEAR) for true, said in pairs]
-    recalls = [recall_at(true, said, k) for true, said in pairs]
-    true, said = (np.concatenate([pair[i] for pair in pairs]) for i in (0, 1))
-    error = float(((true - said) ** 2).mean())
-    r2 = 1 - error / max(float(true.var()), 1e-12)
-    return Quality(float(np.mean(pairwise)), float(np.mean(clear)), float(np.mean(recalls)), r2, error**0.5)
-
-
-def pairwise_accuracy(true: Floats, said: Floats, least: float = 0.0) -> float:
-    """Share of pairs in the right order, of those whose times differ by more than this share; predicted ties count
-    half."""
-    upper = np.triu_indices(len(true), 1)
-    want = np.sign(true[:, None] - true[None, :])[upper]
-    got = np.sign(said[:, None] - said[None, :])[upper]
-    ratio = np.abs(np.log(true[:, None] / true[None, :]))[upper]
-    counted = (want != 0) & (ratio > math.log1p(least))
-    return float((0.5 + 0.5 * (want * got)[counted]).mean()) if counted.any() else 1.0
-
-
-def recall_at(true: Floats, said: Floats, k: int) -> float:
-    """Share of the k fastest that are among the k predicted fastest; k is at most the number of programs."""
-    k = min(k, len(true))
-    best, predicted = (set(np.argsort(-values, kind="stable")[:k].tolist()) for values in (true, said))
-    return len(best & predicted) / k

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from convselect.choice.choose import NATIVE, refusal
+from convselect.choice.budgets import refusal
+from convselect.choice.choose import NATIVE
 from convselect.kernels._contract import Algorithm
-from convselect.kernels._space import Parameter, Space
+from convselect.kernels._space import Space
 from convselect.kernels.pool import BY_NAME
 from convselect.problem import ConvProblem
 from convselect.settings import Settings
@@ -105,59 +106,3 @@ class Programs:
     def settle(self, program: Program) -> Program | None:
         """The program itself where it is valid, otherwise None; where only some can be measured, the nearest."""
         return program if self.is_valid(program) else None
-
-
-class RecordedPrograms(Programs):
-    """The programs of one problem that there are recorded times of; a space is what values they have.
-
-    Args:
-        programs: the first one of an algorithm is its default.
-        kinds: (algorithm, parameter) -> kind of parameter, where it is not a tile size.
-    """
-
-    def __init__(
-        self, problem: ConvProblem, programs: Iterable[Program], kinds: Mapping[tuple[str, str], str] | None = None
-    ) -> None:
-        self.recorded: dict[str, list[Program]] = {}
-        for program in programs:
-            self.recorded.setdefault(program.algorithm, []).append(program)
-        spaces = {name: _space_of(of, kinds or {}) for name, of in self.recorded.items()}
-        super().__init__(problem, spaces)
-        self._known = {program for of in self.recorded.values() for program in of}
-        self._places = {
-            name: np.array([_place(space, p) for p in self.recorded[name]])
-            for name, space in spaces.items()
-            if space is not None
-        }
-
-    def sample(self, source: random.Random) -> Program | None:
-        return source.choice(self.recorded[source.choice(self.tunable)]) if self.tunable else None
-
-    def is_valid(self, program: Program) -> bool:
-        return program in self._known
-
-    def settle(self, program: Program) -> Program | None:
-        space = self.spaces.get(program.algorithm)
-        if program in self._known or space is None:
-            return program if program in self._known else None
-        distance = np.abs(self._places[program.algorithm] - np.array(_place(space, program))).sum(1)
-        return self.recorded[program.algorithm][int(distance.argmin())]
-
-
-def _space_of(programs: Sequence[Program], kinds: Mapping[tuple[str, str], str]) -> Space | None:
-    first = programs[0]
-    if len(programs) == 1 and not first.params:
-        return None
-    parameters = []
-    for name, _ in first.params:
-        values = tuple(sorted({program.values[name] for program in programs}))
-        kind = kinds.get((first.algorithm, name))
-        parameters.append(Parameter(name, values) if kind is None else Parameter(name, values, kind))
-    default: Callable[[ConvProblem], Mapping[str, int]] = lambda problem: first.values  # noqa: E731
-    return Space(tuple(parameters), default)
-
-
-def _place(space: Space, program: Program) -> list[int]:
-    """Of each parameter, which of its values it has."""
-    values = program.values
-    return [p.values.index(values[p.name]) if values[p.name] in p.values else -1 for p in space.parameters]

@@ -7,19 +7,14 @@ measured once, with the environment in `<path>.env.json`: a search can be replay
 
 from __future__ import annotations
 
-import csv
-import gzip
-import io
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from convselect.kernels._space import TILE
 from convselect.problem import ConvProblem
-from convselect.tune.programs import Program, RecordedPrograms
+from convselect.tune.programs import Program
 
 LOG_LINES = 200_000
 """Most lines of a log; when it has grown longer, the older half goes."""
@@ -105,87 +100,3 @@ class Log:
             except (ValueError, KeyError, TypeError, AttributeError):
                 continue  # a line that was cut off
         return found
-
-
-# ---- recorded times ---------------------------------------------------------------------------------------------
-
-HEADER = ("network", "calls", "problem", "role", "program", "status", "time_us")
-NOMINAL = "chosen"
-"""Role of the program that runs without tuning; "default" is an algorithm's, "" any other's."""
-
-
-@dataclass
-class Recorded:
-    """One problem's recorded programs; those that are defaults come first.
-
-    Attributes:
-        calls: network -> how often it computes this problem.
-        chosen: what runs without tuning.
-        kinds: (algorithm, parameter) -> its kind.
-    """
-
-    problem: ConvProblem
-    calls: dict[str, int] = field(default_factory=dict)
-    measured: dict[Program, Measured] = field(default_factory=dict)
-    chosen: Program | None = None
-    kinds: dict[tuple[str, str], str] = field(default_factory=dict)
-
-    @property
-    def times_us(self) -> dict[Program, float]:
-        return {program: one.time_us for program, one in self.measured.items() if one.time_us is not None}
-
-    def programs(self) -> RecordedPrograms:
-        return RecordedPrograms(self.problem, self.measured, self.kinds)
-
-
-def write_recorded(path: Path, recorded: Iterable[Recorded], about: Mapping[str, Any]) -> None:
-    """Write recorded times, with `about` (environment, revisions, ..) beside them."""
-    recorded = list(recorded)
-    buffer = io.StringIO()
-    writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow(HEADER)
-    for one in recorded:
-        defaults: dict[str, Program] = {}
-        for program in one.measured:
-            defaults.setdefault(program.algorithm, program)
-        names, calls = " ".join(one.calls), " ".join(map(str, one.calls.values()))
-        for program, m in one.measured.items():
-            role = NOMINAL if program == one.chosen else "default" if defaults[program.algorithm] == program else ""
-            time = "" if m.time_us is None else f"{m.time_us:.2f}"
-            writer.writerow((names, calls, one.problem, role, program, m.status, time))
-    data = buffer.getvalue().encode()
-    path.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
-    kinds = {f"{a} {p}": kind for one in recorded for (a, p), kind in one.kinds.items() if kind != TILE}
-    beside(path).write_text(json.dumps({**about, "kinds": kinds}, indent=1) + "\n")
-
-
-def read_recorded(path: Path) -> list[Recorded]:
-    """What `write_recorded` wrote.
-
-    Raises:
-        ValueError: where it is something else.
-        OSError: where it cannot be read.
-    """
-    data = path.read_bytes()
-    rows = csv.DictReader(io.StringIO((gzip.decompress(data) if path.suffix == ".gz" else data).decode()))
-    if tuple(rows.fieldnames or ()) != HEADER:
-        raise ValueError(f"{path} holds no recorded programs")
-    kinds: dict[tuple[str, str], str] = {}
-    if beside(path).exists():
-        told = json.loads(beside(path).read_text()).get("kinds", {})
-        kinds = {(key.split()[0], key.split()[1]): kind for key, kind in told.items()}
-    found: dict[str, Recorded] = {}
-    for row in rows:
-        one = found.get(row["problem"])
-        if one is None:
-            calls = dict(zip(row["network"].split(), map(int, row["calls"].split()), strict=True))
-            one = found[row["problem"]] = Recorded(ConvProblem.parse(row["problem"]), calls, kinds=kinds)
-        program = Program.parse(row["program"])
-        one.measured[program] = Measured(program, row["status"], float(row["time_us"]) if row["time_us"] else None)
-        if row["role"] == NOMINAL:
-            one.chosen = program
-    return list(found.values())
-
-
-def beside(path: Path) -> Path:
-    return path.with_name(path.name + ".env.json")

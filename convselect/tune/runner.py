@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from convselect import timing
-from convselect.choice.choose import NATIVE, PLAN_COST_US
+from convselect.choice.choose import NATIVE
 from convselect.kernels._contract import Algorithm
 from convselect.kernels.pool import BY_NAME
 from convselect.measure import measure
+from convselect.measure.rows import PLAN_COST_US
 from convselect.problem import ConvProblem
 from convselect.tune.programs import Program
-from convselect.tune.records import Measured, Recorded
+from convselect.tune.records import Measured
 
 WARM_ROUNDS, ROUNDS = 2, 7
 HOPELESS = 1.4
@@ -176,22 +177,3 @@ def _with_cost(t: timing.Timing, problem: ConvProblem, program: Program) -> timi
     if program.algorithm == NATIVE:
         return t
     return timing.Timing(tuple(us + PLAN_COST_US[problem.direction] for us in t.samples_us))
-
-
-class Replay:
-    """Looks times up among recorded ones."""
-
-    def __init__(self, recorded: Sequence[Recorded]) -> None:
-        self._of = {one.problem: one.measured for one in recorded}
-
-    def run(self, problem: ConvProblem, programs: Sequence[Program], default: Program) -> list[Measured]:
-        """Raises KeyError for what was not recorded."""
-        return [self._of[problem][program] for program in programs]
-
-    def confirm(self, problem: ConvProblem, programs: Sequence[Program], default: Program) -> Verdict:
-        """By the recorded times, which are all there is."""
-        times = {p: m.time_us for p, m in self._of[problem].items() if m.time_us is not None}
-        chosen = min((p for p in (default, *programs) if p in times), key=times.__getitem__)
-        native = times.get(Program(NATIVE))
-        gain = None if native is None else native / times[chosen]
-        return Verdict(chosen, gain, times.get(default, math.inf) / times[chosen], 1)

@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from convselect import timing
 from convselect.choice.choose import NATIVE, choose
@@ -17,10 +18,10 @@ from convselect.model import loaded
 from convselect.problem import ConvProblem
 from convselect.settings import Settings
 from convselect.store import process
-from convselect.store.store import Decision
+from convselect.store.choices import Decision
 from convselect.tune.cost_model import CostModel
 from convselect.tune.programs import Program, Programs
-from convselect.tune.records import Log, Measured, Recorded
+from convselect.tune.records import Log, Measured
 from convselect.tune.runner import Runner, Verdict, params_of
 from convselect.tune.scheduler import EqualSplit, Objective, Scheduler, Task, latencies
 from convselect.tune.search import Evolution, Search
@@ -191,11 +192,6 @@ def problems_of(
     return found
 
 
-def replayed(recorded: Sequence[Recorded]) -> list[tuple[Programs, Mapping[str, int], Program]]:
-    """The same of recorded times."""
-    return [(one.programs(), one.calls, one.chosen or Program(NATIVE)) for one in recorded]
-
-
 def keep(outcomes: Iterable[Outcome], settings: Settings) -> None:
     """Write decisions into the user's store, where the next run of a program finds them."""
     for one in outcomes:
@@ -220,3 +216,24 @@ def user_log() -> Log:
 def log_beside(store: Path) -> Log:
     mark = environment.fingerprint_of("cpu") or "unknown"
     return Log(store.with_name(store.stem + ".programs.jsonl"), mark, {n: a.revision for n, a in BY_NAME.items()})
+
+
+def record(search: Tuning, outcomes: Sequence[Outcome], interrupted: bool) -> dict[str, Any]:
+    """What a search found and where, as JSON's types."""
+    speedups = [one.verdict.speedup for one in outcomes]
+    return {
+        "environment": environment.run_environment(),
+        "trials": search.trials,
+        "resumed": search.resumed,
+        "interrupted": interrupted,
+        "problems": [
+            {
+                "problem": str(one.problem), "calls": dict(one.calls), "default": str(one.default),
+                "program": str(one.verdict.program), "speedup": one.verdict.speedup, "times_native": one.verdict.gain,
+                "rounds": one.verdict.rounds, "trials": one.trials,
+            }
+            for one in outcomes
+        ],
+        "geometric_mean": math.exp(sum(map(math.log, speedups)) / len(speedups)) if speedups else None,
+        "wrong": [f"{program} {status} on {problem}" for problem, program, status in search.wrong],
+    }  # fmt: skip

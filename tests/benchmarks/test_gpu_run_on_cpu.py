@@ -21,7 +21,7 @@ from benchmarks import _gpu_compile, _gpu_device, _gpu_numerics, _gpu_problems, 
 from convselect import timing
 from convselect.kernels.pool import BY_NAME
 from convselect.kernels.triton.launch import Launch
-from convselect.measure.rows import Row, append_rows, environment_path, kernel_class
+from convselect.measure.rows import Row, environment_path, kernel_class, write_rows
 from convselect.model import train
 from convselect.model.dataset import read_measurements
 from convselect.model.inference import Predictor, artifact_path
@@ -196,7 +196,7 @@ def test_the_report_holds_speedups_against_targets_shares_and_answers():
 
 def test_a_model_is_trained_from_the_times(tmp_path, monkeypatch):
     path = tmp_path / "times.csv"
-    append_rows(path, synthetic_rows())
+    write_rows(path, synthetic_rows())
     machine = {**_gpu_device.environment(_gpu_device.dry()), "family": "cuda-sm90", "device": "a GPU"}
     environment_path(path).write_text(json.dumps({"machine": machine}))
     rows, found = read_measurements([path])

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import random
 
 import numpy as np
 import pytest
-from _toy_space import problems, recorded
+from _toy_space import problems, programs, recorded
 from places import ROOT
 from typer.testing import CliRunner
 
 from benchmarks import search
+from benchmarks._recorded import RecordedPrograms, Replay, beside, read_recorded, replayed, write_recorded
 from convselect import settings
 from convselect.choice.choose import NATIVE
 from convselect.tune import runner
+from convselect.tune.cost_model import CostModel
 from convselect.tune.programs import Program, Programs
-from convselect.tune.records import beside, read_recorded, write_recorded
+from convselect.tune.records import Measured
+from convselect.tune.tuning import Tuning
 
 FILE = ROOT / "benchmarks" / "results" / "programs-cpu-x86-avx512.csv.gz"
 
@@ -111,3 +115,58 @@ def test_programs_of_a_list_of_layers_are_recorded_beside_their_defaults(tmp_pat
         assert any(batch[0] == default and {p.algorithm for p in batch} == {name} for batch in batches)
         assert len([p for p in one.measured if p.algorithm == name]) == 4
     assert {p.algorithm for one in recorded for p in one.measured} <= {"native", "direct", "depthwise"}
+
+
+def test_replay_finds_what_was_recorded():
+    of = [recorded(p, 150, seed=i) for i, p in enumerate(problems()[:2])]
+    search = Tuning(replayed(of), Replay(of), model=CostModel(trees=60), batch=8)
+    search.run(trials=120)
+    for i, (one, task) in enumerate(zip(of, search.tasks, strict=True)):
+        assert set(task.search.times_us) <= set(one.times_us)
+        assert task.best_us < 1.06 * min(one.times_us.values())
+        verdict = search.confirm(i)
+        assert verdict.program == task.search.best
+        assert verdict.speedup == pytest.approx(one.times_us[one.chosen] / task.best_us)
+
+
+@pytest.mark.parametrize("name", ["times.csv", "times.csv.gz"])
+def test_recorded_times_are_read_as_they_were_written(tmp_path, name):
+    of = [recorded(p, 20) for p in problems()[:2]]
+    of[0].measured[Program("other", (("packed", 0), ("rows", 1), ("columns", 1), ("depth", 1), ("ahead", 1)))] = (
+        Measured(Program("other", (("packed", 0), ("rows", 1), ("columns", 1), ("depth", 1), ("ahead", 1))), "wrong")
+    )
+    write_recorded(tmp_path / name, of, {"environment": {"device": "here"}})
+    got = read_recorded(tmp_path / name)
+    assert [(g.problem, g.calls, g.chosen, list(g.measured)) for g in got] == [
+        (o.problem, o.calls, o.chosen, list(o.measured)) for o in of
+    ]
+    assert got[0].measured.keys() - got[0].times_us.keys() == {list(of[0].measured)[-1]}
+    for a, b in zip(got, of, strict=True):
+        assert a.times_us == {p: pytest.approx(us, abs=0.01) for p, us in b.times_us.items()}
+        spaces = a.programs().spaces
+        assert {p.name: p.kind for p in spaces["blocked"].parameters}["packed"] == "structure"
+    assert json.loads(beside(tmp_path / name).read_text())["environment"] == {"device": "here"}
+    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match="no recorded programs"):
+        read_recorded(tmp_path / "other.csv")
+
+
+def test_recorded_programs_stand_for_those_that_are_not():
+    problem = problems()[0]
+    whole = programs(problem)
+    one = recorded(problem, 60)
+    few = one.programs()
+    source = random.Random(0)
+    assert few.defaults()[0] == Program(NATIVE)
+    assert few.default("blocked") == whole.default("blocked")
+    for _ in range(50):
+        wanted = whole.sample(source)
+        got = few.settle(wanted)
+        assert got in one.measured
+        assert got.algorithm == wanted.algorithm
+        assert few.settle(got) == got
+        assert few.sample(source) in one.measured
+    assert few.settle(Program("elsewhere")) is None
+    near = whole.default("blocked").values
+    assert few.settle(whole.made("blocked", near)) == whole.default("blocked")
+    assert RecordedPrograms(problem, [Program(NATIVE)]).sample(source) is None

@@ -8,7 +8,8 @@ import pytest
 from fake_model import FakePredictor
 
 from convselect import settings
-from convselect.choice.choose import Choice, choose, nominees, refusal
+from convselect.choice.budgets import refusal
+from convselect.choice.choose import Choice, choose, nominees
 from convselect.kernels._contract import Grade, NotApplicable
 from convselect.kernels.native import Native
 from convselect.kernels.pool import BY_NAME
@@ -66,13 +67,11 @@ def test_budgets_are_applied():
     assert "MiB" in (refusal(BY_NAME["winograd4"], CONV3, _intern("auto", "native", 1)) or "")
 
 
-def test_memory_then_store_then_model():
-    remembered, stored = Choice("im2col_gemm", "memory"), Choice("winograd2", "store")
+def test_store_then_model():
+    stored = Choice("winograd2", "store")
     arguments = dict(predictor=FakePredictor("winograd4"))
-    full = choose(CONV3, BY_NAME, AUTO, memory=lambda p: remembered, store=lambda p: stored, **arguments)
-    assert full is remembered
-    assert choose(CONV3, BY_NAME, AUTO, memory=lambda p: None, store=lambda p: stored, **arguments) is stored
-    assert choose(CONV3, BY_NAME, AUTO, memory=lambda p: None, store=lambda p: None, **arguments).source == "model"
+    assert choose(CONV3, BY_NAME, AUTO, store=lambda p: stored, **arguments) is stored
+    assert choose(CONV3, BY_NAME, AUTO, store=lambda p: None, **arguments).source == "model"
 
 
 def test_a_stored_choice_that_no_longer_holds_is_ignored():

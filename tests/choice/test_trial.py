@@ -142,7 +142,7 @@ def test_predictions_that_are_far_off_end_the_trial():
         trial.record(name, 1000.0 if name == NATIVE else 11_000.0)
     assert trial.outcome is not None
     assert trial.outcome.algorithm == NATIVE
-    assert trial.outcome.hasty
+    assert trial.outcome.cut_short
 
 
 def test_interruptions_are_not_charged_in_full():

@@ -32,7 +32,7 @@ def own(tmp_path, monkeypatch):
     path.parent.mkdir()
     with Store(path) as store:
         here = store.environment(HERE)
-        store.decide(here, [GOOD, B._replace(revision=BY_NAME["native"].revision)])
+        store.put_choices(here, [GOOD, B._replace(revision=BY_NAME["native"].revision)])
         store.add(here, rows_of(P1, "native"), pool="p")
     yield path
     monkeypatch.undo()
@@ -100,7 +100,7 @@ def test_import_of_a_find_db(own, tmp_path, monkeypatch):
 def test_merge(own, tmp_path):
     other = tmp_path / "other.sqlite"
     with Store(other) as store:
-        store.decide(store.environment(HERE), [GOOD._replace(problem=numbered(i)) for i in range(3)])
+        store.put_choices(store.environment(HERE), [GOOD._replace(problem=numbered(i)) for i in range(3)])
     assert json.loads(run("merge", other, "--json"))[0]["choices"] == 3
     assert json.loads(run("list", "--json"))["environments"][0]["choices"] == 5
     assert "0 choices" in run("merge", other)
@@ -121,7 +121,7 @@ def test_verify(own):
     assert json.loads(run("verify", "--json")) == {"healthy": True, "faults": {}, "choices": 2}
     assert "nothing wrong" in run("verify")
     with Store(own) as store:
-        store.decide(1, [GOOD._replace(algorithm="gone")])
+        store.put_choices(1, [GOOD._replace(algorithm="gone")])
     assert json.loads(run("verify", "--json", status=1))["faults"] == {"unknown algorithms": ["gone"]}
     assert "gone" in run("verify", status=1)
 

@@ -9,7 +9,7 @@ from fake_model import use_fake
 from typer.testing import CliRunner
 
 from convselect import timing
-from convselect.cli.main import main
+from convselect.cli import main
 from convselect.doctor import doctor
 from convselect.kernels.pool import BY_NAME
 from convselect.model import calibrate

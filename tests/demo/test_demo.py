@@ -22,6 +22,7 @@ pytest.importorskip("typer")
 from rich.console import Console
 
 from convselect.demo import demo, tables
+from convselect.doctor import compare
 from convselect.kernels.pool import ALL
 from convselect.timing import Ratio
 
@@ -196,10 +197,10 @@ def test_a_terminal_gets_a_bar_and_a_pipe_gets_lines() -> None:
 
 
 def test_demo_notices_a_wrong_conversion(monkeypatch) -> None:
-    def spoil(model: nn.Module) -> str:
+    def spoil(model: nn.Module) -> nn.Module:
         with torch.no_grad():
             model[0].weight[0, 0, 0, 0] += 0.1
-        return "spoilt"
+        return model
 
     monkeypatch.setattr(demo.convselect, "convert", spoil)
     subject = demo.Subject("m", nn.Sequential(nn.Conv2d(3, 4, 3)), torch.randn(1, 3, 8, 8))
@@ -225,7 +226,7 @@ def test_models_that_return_containers_are_compared_whole(workdir: Path, monkeyp
     monkeypatch.delitem(sys.modules, "usermodel", raising=False)
     subject = demo.load_user_model("usermodel:Several", (1, 3, 8, 8))
     monkeypatch.delitem(sys.modules, "usermodel", raising=False)
-    outputs = demo._tensors(subject.model(subject.x))
+    outputs = compare.tensors(subject.model(subject.x))
     assert [t.shape for t in outputs] == [(1, 4, 6, 6), (1, 4, 6, 6)]
     result = demo.run_model(subject, 0.1, lambda stage, fraction: None)
     assert [e.quantity for e in result.errors] == ["output", "all gradients", "worst parameter's gradient"]
@@ -234,11 +235,11 @@ def test_models_that_return_containers_are_compared_whole(workdir: Path, monkeyp
 
 def test_distance() -> None:
     a, b = torch.tensor([3.0, 4.0]), torch.tensor([0.0])
-    assert demo._distance([a, b], [a, b]) == 0
-    assert demo._distance([a + torch.tensor([0.3, 0.4]), b], [a, b]) == pytest.approx(0.1, rel=1e-6)
-    assert demo._distance([b], [b]) == 0
-    assert demo._distance([b + 1], [b]) == math.inf
-    assert math.isnan(demo._distance([a * math.nan], [a]))
+    assert compare.distance([a, b], [a, b]) == 0
+    assert compare.distance([a + torch.tensor([0.3, 0.4]), b], [a, b]) == pytest.approx(0.1, rel=1e-6)
+    assert compare.distance([b], [b]) == 0
+    assert compare.distance([b + 1], [b]) == math.inf
+    assert math.isnan(compare.distance([a * math.nan], [a]))
 
 
 def test_worst_gradient_leaves_out_those_that_vanish_exactly() -> None:

@@ -15,7 +15,6 @@ from convselect import lru, settings
 from convselect.choice.choose import Choice
 from convselect.doctor import bench
 from convselect.eager import dispatch
-from convselect.explain import short
 from convselect.kernels._contract import NotApplicable
 from convselect.kernels.pool import BY_NAME
 from convselect.problem import ConvProblem, Direction, conv_problem
@@ -74,7 +73,7 @@ def test_what_explain_prints_is_read_back(sizes, stride, dilation, padding, grou
         N, C * groups, H, W, K * groups, R, S, stride=stride, dilation=dilation, padding=padding, groups=groups,
         dtype=dtype, layout=layout,
     )  # fmt: skip
-    assert bench.parse(short(problem)) == problem
+    assert bench.parse(problem.brief) == problem
 
 
 @pytest.mark.parametrize("direction", Direction)

@@ -15,7 +15,6 @@ import psutil
 import pytest
 
 import convselect
-from convselect import timing
 from convselect.doctor import doctor, findings
 from convselect.kernels import _library
 from convselect.kernels.pool import ALL, BY_NAME
@@ -181,7 +180,7 @@ def test_the_store(ask, tmp_path):
 
 def test_more_threads_than_processors(monkeypatch):
     here = run_environment()
-    monkeypatch.setattr(timing, "environment", lambda: {**here, "cpus": 2, "threads": 8})
+    monkeypatch.setattr(doctor, "run_environment", lambda: {**here, "cpus": 2, "threads": 8})
     found = doctor.examine()
     assert any("8 threads and may use 2 processors" in one.text and one.level == "slower" for one in found.advice)
 

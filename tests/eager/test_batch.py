@@ -13,9 +13,9 @@ from torch import nn
 
 import convselect
 from convselect import lru
-from convselect.choice.choose import refusal
+from convselect.choice.budgets import refusal
 from convselect.eager import batch as eager_batch
-from convselect.eager import execution
+from convselect.eager import resolve
 from convselect.explain import explain_problem
 from convselect.kernels.pool import ALL, BY_NAME
 from convselect.model import loaded
@@ -362,11 +362,11 @@ def test_choices_under_other_settings_do_not_leak(monkeypatch):
     problem = conv_problem(3, 8, 12, 12, 8, 3, 3, padding=1)
     with torch.no_grad():
         layer(x)
-    assert execution.choice_for(problem, convselect.settings.current()).alone is None
+    assert resolve.choice_for(problem, convselect.settings.current()).per_image is None
     with use(batch_invariant=True) as settings:
-        assert execution.choice_for(problem, settings).alone is settings
+        assert resolve.choice_for(problem, settings).per_image is settings
         weight = problem.with_direction(Direction.BACKWARD_WEIGHT)
-        assert execution.choice_for(weight, settings).alone is None
+        assert resolve.choice_for(weight, settings).per_image is None
 
 
 def test_images_are_handed_over_alike_wherever_they_lie():

@@ -19,8 +19,9 @@ from torch import nn
 import convselect
 from convselect import lru, settings
 from convselect import warnings as _warnings
-from convselect.choice.choose import Choice, Shortage, check_disabled, choose, is_disabled, refusal
-from convselect.eager import execution
+from convselect.choice.budgets import Shortage, check_disabled, is_disabled, refusal
+from convselect.choice.choose import Choice, choose
+from convselect.eager import execute
 from convselect.explain import explain_problem
 from convselect.kernels.pool import ALL, BY_NAME
 from convselect.machine import memory as machine_memory
@@ -36,10 +37,10 @@ MIB = 2**20
 def _forget(monkeypatch):
     monkeypatch.setattr(_warnings, "_given", set())
     check_disabled.cache_clear()
-    execution.failures.clear()
+    execute.failures.clear()
     lru.clear()
     yield
-    execution.failures.clear()
+    execute.failures.clear()
     lru.clear()
 
 
@@ -108,20 +109,20 @@ def test_a_choice_made_for_want_of_memory_says_so(memory, monkeypatch):
     needing(monkeypatch, winograd4=300 * MIB, winograd2=1)
     predictor = FakePredictor("winograd4", "winograd2")
     auto = settings.Settings()
-    assert not choose(LARGE, BY_NAME, auto, predictor=predictor).passing
+    assert not choose(LARGE, BY_NAME, auto, predictor=predictor).memory_limited
     memory.free = 299 * MIB
     second = choose(LARGE, BY_NAME, auto, predictor=predictor)
-    assert (second.algorithm, second.passing) == ("winograd2", True)
+    assert (second.algorithm, second.memory_limited) == ("winograd2", True)
     only = choose(LARGE, BY_NAME, auto, predictor=FakePredictor("winograd4"))
-    assert (only.algorithm, only.passing) == ("native", True)
+    assert (only.algorithm, only.memory_limited) == ("native", True)
     # Ranked lower than what was taken: no matter.
-    assert not choose(LARGE, BY_NAME, auto, predictor=FakePredictor("winograd2", "winograd4")).passing
+    assert not choose(LARGE, BY_NAME, auto, predictor=FakePredictor("winograd2", "winograd4")).memory_limited
     # Left out for another reason: it stays so.
     with use(workspace_bytes=200 * MIB) as little:
-        assert not choose(LARGE, BY_NAME, little, predictor=predictor).passing
+        assert not choose(LARGE, BY_NAME, little, predictor=predictor).memory_limited
     # A stored choice that does not fit just now.
     stored = Choice("winograd4", "store")
-    assert choose(LARGE, BY_NAME, auto, store=lambda p: stored).passing
+    assert choose(LARGE, BY_NAME, auto, store=lambda p: stored).memory_limited
     memory.free = 301 * MIB
     assert choose(LARGE, BY_NAME, auto, store=lambda p: stored) is stored
 
@@ -294,9 +295,8 @@ def test_it_holds_for_calls_that_chose_before(monkeypatch):
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("where", ["memory", "store"])
-def test_it_holds_for_choices_that_are_remembered(where):
-    known = {where: lambda problem: Choice("winograd4", where)}
+def test_it_holds_for_choices_that_are_stored():
+    known = {"store": lambda problem: Choice("winograd4", "store")}
     with use(disable=()) as free, use(disable="winograd") as used:
         assert choose(CONV3, BY_NAME, free, **known).algorithm == "winograd4"
         assert choose(CONV3, BY_NAME, used, **known).algorithm == "native"
@@ -324,10 +324,10 @@ def test_frozen_models_leave_it_out():
         everything = set(considered)
         considered.clear()
         with use(disable="direct,depthwise,winograd,im2col_gemm,grouped"):
-            report = convselect.freeze(model, x)
+            report = convselect.summary(convselect.freeze(model, x))
     assert {"direct", "depthwise", "gemm"} <= everything or BY_NAME["direct"].why_not(CONV3) is not None
     assert set(considered) <= {"native", "onednn_packed"}
-    assert {name for part in report.chosen.values() for name in part.values()} <= {"native", "onednn_packed"}
+    assert {name for row in report.inputs for name in row.chosen.values()} <= {"native", "onednn_packed"}
 
 
 @pytest.mark.process
@@ -487,10 +487,10 @@ def test_cudnns_own_flag_asks_for_it_on_gpus(monkeypatch):
             self.is_contiguous, self.dim, self.stride = t.is_contiguous, t.dim, t.stride
 
     x, weight = OnGpu(torch.empty(1, 4, 8, 8)), OnGpu(torch.empty(4, 4, 3, 3))
-    assert not problem_of(x, weight, 1, 0, 1, 1).deterministic
+    assert not problem_of(x, weight, (1, 0, 1, 1)).deterministic
     with torch.backends.cudnn.flags(enabled=True, deterministic=True):
-        assert problem_of(x, weight, 1, 0, 1, 1).deterministic
-        assert not problem_of(torch.empty(1, 4, 8, 8), torch.empty(4, 4, 3, 3), 1, 0, 1, 1).deterministic
+        assert problem_of(x, weight, (1, 0, 1, 1)).deterministic
+        assert not problem_of(torch.empty(1, 4, 8, 8), torch.empty(4, 4, 3, 3), (1, 0, 1, 1)).deterministic
 
 
 # ---- failures -------------------------------------------------------------------------------------------------------
@@ -531,15 +531,15 @@ def test_out_of_memory_is_natives_turn_and_passes(monkeypatch, error):
     failing.error = error
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for _ in range(2 * execution.REST_CALLS):
+        for _ in range(2 * execute.REST_CALLS):
             torch.testing.assert_close(layer(x), want)
     assert [str(w.message).split(" for ")[0] for w in caught] == ["convselect: winograd4 found too little memory"]
-    assert failing.calls == execution.FAILURES_IN_A_ROW + 1  # and once more after a rest
+    assert failing.calls == execute.FAILURES_IN_A_ROW + 1  # and once more after a rest
     failing.error = None
-    for _ in range(execution.REST_CALLS + 1):
+    for _ in range(execute.REST_CALLS + 1):
         layer(x)
-    assert failing.calls > execution.FAILURES_IN_A_ROW + 1
-    assert not execution.failures  # it is back
+    assert failing.calls > execute.FAILURES_IN_A_ROW + 1
+    assert not execute.failures  # it is back
     calls = failing.calls
     layer(x)
     assert failing.calls == calls + 1
@@ -587,18 +587,18 @@ def test_a_forced_algorithm_raises_every_time(monkeypatch):
     failing.error = MemoryError("no scratch")
     layer, x = convselect.SelectedConv2d(8, 8, 3, padding=1), torch.randn(2, 8, 12, 12)
     with use("winograd4"):
-        for _ in range(2 * execution.FAILURES_IN_A_ROW):
+        for _ in range(2 * execute.FAILURES_IN_A_ROW):
             with pytest.raises(MemoryError, match="no scratch"):
                 layer(x)
-    assert not execution.failures
+    assert not execute.failures
 
 
 def test_what_is_remembered_of_failures_is_bounded(monkeypatch):
-    monkeypatch.setattr(execution, "_MOST_FAILING", 5)
+    monkeypatch.setattr(execute, "_MOST_FAILING", 5)
     with pytest.warns(convselect.ConvselectWarning):
         for H in range(1, 40):
-            execution._failed("winograd4", CONV3._replace(H=H), ValueError())
-    assert 0 < len(execution.failures) <= 5
+            execute._failed("winograd4", CONV3._replace(H=H), ValueError())
+    assert 0 < len(execute.failures) <= 5
 
 
 def test_interrupts_pass():
@@ -609,5 +609,5 @@ def test_interrupts_pass():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BY_NAME["winograd4"], "run_checked", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            execution.execute(Choice("winograd4", "model"), x, weight, CONV3, (1152, 144, 12, 1))
-    assert not execution.failures
+            execute.execute(Choice("winograd4", "model"), x, weight, CONV3, (1152, 144, 12, 1))
+    assert not execute.failures

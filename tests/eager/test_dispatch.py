@@ -15,7 +15,8 @@ from torch import nn
 import convselect
 from convselect import lru
 from convselect import warnings as _warnings
-from convselect.eager import dispatch
+from convselect.eager import resolve
+from convselect.eager.plan import plans
 from convselect.kernels.pool import BY_NAME
 from convselect.model import loaded
 from convselect.problem import Direction
@@ -45,10 +46,10 @@ X, W = torch.randn(2, 8, 12, 12), torch.randn(8, 8, 3, 3) * 0.2
 def test_one_plan_and_one_choice_per_kind_of_call(winograd):
     for _ in range(3):
         convselect.conv2d(X, W, padding=1)
-    assert len(dispatch.plans) == 1
-    assert len(dispatch.choices) == 1
+    assert len(plans) == 1
+    assert len(resolve.choices) == 1
     convselect.conv2d(X[:1], W, padding=1)
-    assert len(dispatch.plans) == 2
+    assert len(plans) == 2
 
 
 def test_the_choice_is_made_once(monkeypatch):
@@ -71,9 +72,9 @@ def test_the_choice_is_made_once(monkeypatch):
 def test_backward_choices_wait_for_the_backward(winograd):
     x = X.clone().requires_grad_()
     y = convselect.conv2d(x, W.clone().requires_grad_(), padding=1)
-    assert {p.direction for p, _ in dispatch.choices.entries} == {Direction.FORWARD}
+    assert {p.direction for p, _ in resolve.choices.entries} == {Direction.FORWARD}
     y.sum().backward()
-    assert {p.direction for p, _ in dispatch.choices.entries} == set(Direction)
+    assert {p.direction for p, _ in resolve.choices.entries} == set(Direction)
 
 
 def test_the_gradient_that_nobody_needs_is_not_computed(winograd, monkeypatch):
@@ -214,4 +215,4 @@ def test_tracing_a_layer_for_the_first_time_warns_of_nothing(winograd):
         warnings.simplefilter("error", torch.jit.TracerWarning)
         traced = torch.jit.trace(layer, X, check_trace=False)
     assert "aten::_convolution" in str(traced.inlined_graph)
-    assert not dispatch.choices.entries
+    assert not resolve.choices.entries

@@ -20,8 +20,9 @@ from convselect import lru, timing
 from convselect import warnings as _warnings
 from convselect.choice.choose import NATIVE, Choice
 from convselect.choice.trial import MIN_ROUNDS
-from convselect.eager import dispatch, execution, live_trial, measured
-from convselect.eager.live_trial import OnTrial
+from convselect.eager import live_trial, measured, resolve
+from convselect.eager.live_trial import LiveTrial
+from convselect.eager.plan import plans
 from convselect.kernels.native import Native
 from convselect.kernels.pool import BY_NAME
 from convselect.model import loaded
@@ -90,8 +91,8 @@ def race(monkeypatch, tmp_path):
     process.configure(os.environ.get("CONVSELECT_STORE"))
 
 
-def on_trial() -> list[OnTrial]:
-    return [e.choice for e in execution.choices.entries.values() if isinstance(e.choice, OnTrial)]
+def on_trial() -> list[LiveTrial]:
+    return [e.found for e in resolve.choices.entries.values() if isinstance(e.found, LiveTrial)]
 
 
 def test_the_quick_one_wins_and_every_result_is_right(race):
@@ -106,7 +107,7 @@ def test_the_quick_one_wins_and_every_result_is_right(race):
     assert trial.choice == Choice("quick", "verify", None, pytest.approx(1000 / 325, rel=1e-6))
     assert len(race["slow"].runs) < 10
     assert race["quick"].runs[-20:] == [Direction.FORWARD] * 20
-    (plan,) = dispatch.plans.entries.values()
+    (plan,) = plans.entries.values()
     assert plan.choice is trial.choice
 
 
@@ -124,16 +125,16 @@ def test_what_was_found_outlives_the_process(race):
     for policy in ("auto", "verify"):
         with torch.no_grad(), convselect.use(policy):
             convselect.conv2d(X, weight, padding=1)
-        choice = execution.choice_for(problem, convselect.settings.with_policy(convselect.settings.current(), policy))
+        choice = resolve.choice_for(problem, convselect.settings.with_policy(convselect.settings.current(), policy))
         assert (choice.algorithm, choice.source) == ("quick", "store")
     assert len(race["quick"].runs) == counts["quick"] + 2
     # Under other budgets it was not found out.
     with torch.no_grad(), convselect.use("auto", precision="fast") as other:
-        assert execution.choice_for(problem, other).source == "model"
+        assert resolve.choice_for(problem, other).source == "model"
     # An upgraded algorithm is tried again.
     race["quick"].revision += 1
     lru.clear()
-    assert execution.choice_for(problem, convselect.settings.current()).source == "model"
+    assert resolve.choice_for(problem, convselect.settings.current()).source == "model"
 
 
 def test_all_three_directions_have_trials_of_their_own(race):
@@ -151,7 +152,7 @@ def test_all_three_directions_have_trials_of_their_own(race):
         assert torch.equal(x.grad, y.grad)
         assert torch.equal(layer.weight.grad, plain.weight.grad)
     assert {t.problem.direction: t.choice.algorithm for t in on_trial()} == dict.fromkeys(Direction, "quick")
-    (plan,) = dispatch.plans.entries.values()
+    (plan,) = plans.entries.values()
     assert {choice.source for _, choice in plan._backward.values()} == {"verify"}
 
 
@@ -161,7 +162,7 @@ def test_where_native_wins_the_call_is_natives_again(race):
     for _ in range(300):
         layer(X.clone().requires_grad_()).square().sum().backward()
     assert {t.choice.algorithm for t in on_trial()} == {NATIVE}
-    assert [plan.native for plan in dispatch.plans.entries.values()] == [True]
+    assert [plan.native for plan in plans.entries.values()] == [True]
 
 
 @pytest.mark.parametrize("slowdown", [1.05, 3, 40])
@@ -308,7 +309,7 @@ def test_a_fork_while_a_trial_is_held_does_not_stop_it_in_the_child(race):
 # ---- failures -------------------------------------------------------------------------------------------------------
 
 
-def call_until_settled(times: int = 600) -> OnTrial:
+def call_until_settled(times: int = 600) -> LiveTrial:
     weight = torch.randn(4, 4, 3, 3)
     expected = F.conv2d(X, weight, padding=1)
     with torch.no_grad():
@@ -379,6 +380,7 @@ def test_a_result_that_native_must_give_is_no_reason_to_leave_the_race(race):
 
 def test_what_is_still_compiling_waits_for_its_turn(race):
     asked = iter(range(1000))
+    race["quick"].may_be_unready = True
     race["quick"].ready = lambda problem, params=None: next(asked) > 5
     assert call_until_settled().choice.algorithm == "quick"
 
@@ -427,14 +429,16 @@ def test_neighbours_on_the_machine_do_not_count(race, monkeypatch):
         return torch.ones(1)
 
     for threads in (1, 2):
-        trial = OnTrial(conv_problem(1, 1, 1, 1, 1, 1, 1, threads=threads), Choice("quick", "model"), ["quick", "slow"])
+        trial = LiveTrial(
+            conv_problem(1, 1, 1, 1, 1, 1, 1, threads=threads), Choice("quick", "model"), ["quick", "slow"]
+        )
         for _ in range(60):
             trial.run(run, torch.device("cpu"))
         assert trial.choice is not None
         assert trial.choice.algorithm == "quick"
     # A machine that always stands still has to be taken as it is.
     monkeypatch.setattr(live_trial, "_thread_ns", Clock())
-    trial = OnTrial(conv_problem(1, 1, 1, 1, 1, 1, 1, threads=2), Choice("quick", "model"), ["slow"])
+    trial = LiveTrial(conv_problem(1, 1, 1, 1, 1, 1, 1, threads=2), Choice("quick", "model"), ["slow"])
     for _ in range(600):
         trial.run(run, torch.device("cpu"))
     assert trial.choice is not None
@@ -448,7 +452,7 @@ def test_on_a_gpu_events_are_read_once_they_have_passed_and_never_waited_for(rac
     capturing = [False]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     problem = conv_problem(1, 1, 1, 1, 1, 1, 1)
-    trial = OnTrial(problem, Choice("quick", "model"), ["quick", "slow"])
+    trial = LiveTrial(problem, Choice("quick", "model"), ["quick", "slow"])
 
     def run(name: str):
         clock.ns += int(1000 * BY_NAME[name].us)
@@ -481,7 +485,7 @@ def test_an_audit_gives_up_what_has_become_slow(race):
         for _ in range(8 * 40):
             convselect.conv2d(X, weight, padding=1)
         assert trial.choice.algorithm == NATIVE
-        assert [plan.native for plan in dispatch.plans.entries.values()] == [True]
+        assert [plan.native for plan in plans.entries.values()] == [True]
         decision = process.look_up(trial.problem, convselect.settings.current().budgets)
         assert decision is not None
         assert decision.algorithm == NATIVE
@@ -518,21 +522,21 @@ def store(tmp_path):
 def test_measure_decides_before_the_first_call_in_every_direction(store, monkeypatch):
     asked = []
     original = measured.measured
-    monkeypatch.setattr(execution.measured, "measured", lambda p, s: asked.append(p.direction) or original(p, s))
+    monkeypatch.setattr(measured, "measured", lambda p, s: asked.append(p.direction) or original(p, s))
     layer = convselect.SelectedConv2d(8, 8, 3, padding=1, policy="measure")
     # In the layout that y has: if forward is native, as on some machines, gradients are asked for by that one.
     grad = torch.randn(1, 8, 14, 14)
     for _ in range(3):
         layer(torch.randn(1, 8, 14, 14, requires_grad=True)).backward(grad)
     assert sorted(asked) == sorted(Direction)
-    sources = {entry.choice.source for entry in execution.choices.entries.values()}
+    sources = {entry.found.source for entry in resolve.choices.entries.values()}
     assert sources == {"measure"}
     # Another process finds it in the store.
     process.flush()
     lru.clear()
     monkeypatch.setattr("convselect.measure.measure.measure_problem", lambda *_, **__: pytest.fail("measured again"))
     layer(torch.randn(1, 8, 14, 14, requires_grad=True)).backward(grad)
-    assert {entry.choice.source for entry in execution.choices.entries.values()} == {"store"}
+    assert {entry.found.source for entry in resolve.choices.entries.values()} == {"store"}
 
 
 def test_measure_never_takes_a_wrong_algorithm(store, monkeypatch):
@@ -544,7 +548,7 @@ def test_measure_never_takes_a_wrong_algorithm(store, monkeypatch):
     for name in ("winograd2", "winograd4", "direct", "im2col_gemm"):
         monkeypatch.setattr(BY_NAME[name], "run", wrong)
     with convselect.use("measure") as used:
-        found = execution.eager_choice(problem, used)
+        found = resolve.eager_choice(problem, used)
     assert found.source == "measure"
     assert found.algorithm not in ("winograd2", "winograd4", "direct", "im2col_gemm")
 
@@ -552,12 +556,12 @@ def test_measure_never_takes_a_wrong_algorithm(store, monkeypatch):
 def test_measure_respects_budgets_and_keeps_out_of_deterministic_mode_graphs_and_modes(store):
     problem = conv_problem(1, 8, 14, 14, 8, 3, 3, padding=1)
     with convselect.use("measure", precision="exact", workspace_bytes=0, disable="direct") as used:
-        choice = execution.eager_choice(problem, used)
+        choice = resolve.eager_choice(problem, used)
         assert choose_grade(choice.algorithm, problem)
         assert choice.algorithm != "direct"
-        deterministic = execution.eager_choice(problem._replace(deterministic=True), used)
+        deterministic = resolve.eager_choice(problem._replace(deterministic=True), used)
         assert deterministic.source in ("model", "fallback")
-        assert execution.choice_for(problem._replace(N=2), used).source in ("model", "fallback")
+        assert resolve.choice_for(problem._replace(N=2), used).source in ("model", "fallback")
 
 
 def choose_grade(name: str, problem) -> bool:
@@ -571,10 +575,10 @@ def test_measure_without_memory_is_the_models_choice_for_now(store, monkeypatch)
     monkeypatch.setattr("convselect.measure.measure.measure_problem", short)
     problem = conv_problem(1, 8, 14, 14, 8, 3, 3, padding=1)
     with convselect.use("measure") as used:
-        assert execution.eager_choice(problem, used).source in ("model", "fallback")
+        assert resolve.eager_choice(problem, used).source in ("model", "fallback")
     monkeypatch.undo()
     with convselect.use("measure") as used:
-        assert execution.eager_choice(problem, used).source == "measure"
+        assert resolve.eager_choice(problem, used).source == "measure"
 
 
 # ---- the user's view ------------------------------------------------------------------------------------------------
@@ -633,10 +637,10 @@ def test_an_audited_choice_keeps_its_parameters(race, monkeypatch):
     monkeypatch.setattr(race["quick"], "run_checked", run_checked)
     weight, problem = torch.randn(4, 4, 3, 3), conv_problem(2, 4, 10, 10, 4, 3, 3, padding=1)
     stored = Choice("quick", "store", {"tile": 3}, 2.0)
-    monkeypatch.setattr(execution, "_stored", lambda p, s: stored)
+    monkeypatch.setattr(resolve, "_stored", lambda p, s: stored)
     with convselect.use(audit=4), torch.no_grad():
         for _ in range(12):
             convselect.conv2d(X, weight, padding=1)
-        assert execution.choice_for(problem, convselect.settings.current()) is stored
+        assert resolve.choice_for(problem, convselect.settings.current()) is stored
     assert given
     assert set(map(str, given)) == {"{'tile': 3}"}

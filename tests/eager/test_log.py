@@ -15,7 +15,7 @@ from fake_model import use_fake
 
 from convselect import lru, settings
 from convselect.doctor import bench
-from convselect.eager import dispatch, log
+from convselect.eager import log, resolve
 from convselect.kernels.pool import ALL
 from convselect.problem import conv_problem
 from convselect.settings import Settings
@@ -40,8 +40,8 @@ def said(caplog, level):
     lru.clear()
     with caplog.at_level(level, "convselect"):
         caplog.clear()
-        dispatch.choice_for(PROBLEM, settings.current())
-        dispatch.choice_for(PROBLEM, settings.current())  # remembered: nothing to say
+        resolve.choice_for(PROBLEM, settings.current())
+        resolve.choice_for(PROBLEM, settings.current())  # remembered: nothing to say
     return [record.getMessage() for record in caplog.records if record.name == "convselect"]
 
 
@@ -91,7 +91,7 @@ def test_a_settled_trial_is_a_line(caplog):
 def test_nothing_is_made_where_nobody_listens(monkeypatch):
     monkeypatch.setattr(log, "reproduce", lambda *_: pytest.fail("a line was made"))
     lru.clear()
-    dispatch.choice_for(PROBLEM, settings.current())
+    resolve.choice_for(PROBLEM, settings.current())
     log.settled(PROBLEM, "fft", 1.5, 12, "clearly best")
 
 

@@ -1,8 +1,8 @@
-"""A thousand shapes in one process, as detectors and image servers meet them: memory stays bounded, a new shape costs
-the same at the end as at the beginning, and nothing is measured or asked twice.
+"""A thousand shapes in one process, as in detectors and image servers: memory stays bounded, a new shape costs the same
+at the end as at the beginning, and no problem is measured or predicted twice.
 
-`torch.backends.cudnn.benchmark` times its algorithms anew for each of them, and its cache grows for as long as the
-process lives.
+`torch.backends.cudnn.benchmark` times its algorithms again for each shape, and its cache grows as long as the process
+lives.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ PROGRAM = textwrap.dedent("""
     import gc, json, os, sys, time
     import psutil, torch
     import convselect
-    from convselect.eager import execution, dispatch
+    from convselect.eager import resolve
+    from convselect.eager.plan import plans
     from convselect.model import loaded
     torch.set_num_threads(1)
     policy, shapes = sys.argv[1], [(20 + i // 40, 20 + i % 40) for i in range(1000)]
@@ -48,8 +49,8 @@ PROGRAM = textwrap.dedent("""
         for _ in range(4):
             sweep()
     print(json.dumps({
-        "rss": rss, "us": us, "asked": first, "again": len(asked) - first, "choices": len(execution.choices),
-        "plans": len(dispatch.plans),
+        "rss": rss, "us": us, "asked": first, "again": len(asked) - first, "choices": len(resolve.choices),
+        "plans": len(plans),
     }))
 """)
 
@@ -79,10 +80,10 @@ def test_a_thousand_shapes(policy, native, tmp_path):
     assert ours["again"] == 0
     assert ours["asked"] in (0, 1000)  # 0: a machine without a model
     assert ours["choices"] <= 1000
-    # oneDNN keeps things per shape as well: what counts is what comes on top.
+    # oneDNN keeps memory per shape as well: only what comes on top counts.
     growth = (ours["rss"][9] - ours["rss"][0]) - (native["rss"][9] - native["rss"][0])
     assert growth < 16 * 2**20
-    # While trials go on, algorithms are met for the first time; once they have ended nothing grows.
+    # During trials algorithms run for the first time; once they have ended, nothing grows.
     last = (ours["rss"][-1] - ours["rss"][-11]) - (native["rss"][-1] - native["rss"][-11])
     assert last < 4 * 2**20
     # The last hundred new shapes against a hundred early ones, by this thread's own clock; `make bench` has what one
@@ -104,12 +105,12 @@ def test_what_a_shape_was_found_to_want_is_not_measured_again(tmp_path):
     program = PROGRAM.replace("range(1000)", "range(12)").replace("1, 8, h, w", "1, 8, h // 2, w // 2").replace(
         'print(json', """
     from convselect.measure import measure
-    before = [e.choice.source for e in execution.choices.entries.values()]
+    before = [e.found.source for e in resolve.choices.entries.values()]
     measure.measure_problem = None  # would fail
     convselect.clear()
     with torch.no_grad():
         sweep()
-    after = [e.choice.source for e in execution.choices.entries.values()]
+    after = [e.found.source for e in resolve.choices.entries.values()]
     print(json.dumps([before, after])); sys.exit()
     print(json""".replace("\n    ", "\n"),
     )  # fmt: skip

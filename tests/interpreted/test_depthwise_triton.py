@@ -63,7 +63,7 @@ KERNELS = {"gather_nhwc": (Direction.FORWARD, 1), "gather_nchw": (Direction.FORW
 def test_every_configuration(kernel, index):
     shipped = configurations("depthwise_triton", kernel)
     if index >= len(shipped):
-        pytest.skip("there are not so many")
+        pytest.skip("there are fewer configurations")
     direction, layout = KERNELS[kernel]
     problem = depthwise(1, 8, 7, 10, 3, 3, padding=1) if layout else depthwise(1, 2, 9, 7, 3, 3, padding=1)
     check(ALGORITHM, problem.with_direction(direction), LAYOUTS[layout], params=shipped[index])

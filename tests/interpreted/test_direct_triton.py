@@ -7,7 +7,7 @@ import torch
 from checking import check
 from problems import PROBLEMS, operands_of, random_operands
 
-from convselect.kernels.triton import launch
+from convselect.kernels.triton import launch as launcher
 from convselect.kernels.triton.direct import DirectTriton, _box, _Gather, _Gradient, _padded, shipped
 from convselect.problem import CHANNELS_LAST, ConvProblem, Direction, conv_problem, layout_of
 
@@ -57,7 +57,7 @@ def test_layouts(layout, weight_layout, direction):
 
 ALL_CONFIGURATIONS = [
     pytest.param(kernel, arch, config, id=f"{kernel}-{arch}-{'-'.join(map(str, config.values()))}")
-    for kernel, by_arch in launch._configurations("direct_triton")["kernels"].items()
+    for kernel, by_arch in launcher._configurations("direct_triton")["kernels"].items()
     for arch, configs in by_arch.items()
     for config in configs
 ]
@@ -68,7 +68,7 @@ def test_configurations(kernel, arch, config):
     dtype = kernel.rpartition("_")[2] if kernel[-1].isdigit() else "float16"
     problem = conv_problem(1, 24, 12, 11, 40, 2, 3, padding=1, dtype=dtype)
     gather = [Direction.FORWARD, Direction.BACKWARD_DATA]
-    with launch.assumed_arch(int(arch.removeprefix("sm_"))):
+    with launcher.assumed_arch(int(arch.removeprefix("sm_"))):
         for direction in gather if kernel.startswith("gather") else [Direction.BACKWARD_WEIGHT]:
             assert config in shipped(problem.with_direction(direction))
             check(ALGORITHM, problem.with_direction(direction), "channels_last", "channels_last", params=config)
@@ -77,7 +77,7 @@ def test_configurations(kernel, arch, config):
 @pytest.mark.parametrize("direction", list(Direction), ids=str)
 def test_strides_beyond_32_bits_are_computed(direction, monkeypatch):
     """The path for large tensors, on a small one."""
-    monkeypatch.setattr(launch, "SPLIT_ELEMENTS", 500)
+    monkeypatch.setattr(launcher, "SPLIT_ELEMENTS", 500)
     problem = conv_problem(2, 16, 5, 7, 16, 2, 2, stride=2, padding=1, direction=direction)
     params = _quickest(problem)
     assert dict(ALGORITHM.launches(problem, params)[0].constants)["WIDE"]
@@ -115,7 +115,7 @@ def test_descriptors_need_unit_strides_pixels_of_16_bytes_and_a_newer_gpu():
     assert not offered(p._replace(stride_h=2))
     assert not offered(p._replace(C=60))  # pixels of 120 bytes
     assert not offered(p._replace(dtype="float64"))
-    with launch.assumed_arch(80):
+    with launcher.assumed_arch(80):
         assert not offered(p)
 
 
@@ -180,11 +180,11 @@ def test_channels_are_padded_to_8_bytes_or_where_copied_to_16():
 def test_workspace_counts_copies_and_partial_sums():
     p = conv_problem(64, 32, 56, 56, 64, 3, 3, padding=1, dtype="float16", device="cuda")
     nhwc = p._replace(layout=CHANNELS_LAST, weight_layout=CHANNELS_LAST)
-    with launch.assumed_arch(80):
+    with launcher.assumed_arch(80):
         assert ALGORITHM.workspace_bytes(nhwc) == 0
         assert ALGORITHM.workspace_bytes(p) == p.x_bytes + p.weight_bytes
         assert ALGORITHM.workspace_bytes(nhwc._replace(C=3)) == 64 * 56 * 56 * 4 * 2 + 64 * 9 * 4 * 2
-    with launch.assumed_arch(90):
+    with launcher.assumed_arch(90):
         assert 0 < ALGORITHM.workspace_bytes(nhwc) < 1 << 20  # descriptors
     for direction in Direction:
         small = nhwc._replace(N=1, direction=direction)

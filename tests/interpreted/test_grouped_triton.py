@@ -7,7 +7,7 @@ import torch
 from checking import check
 from problems import PROBLEMS, operands_of, random_operands
 
-from convselect.kernels.triton import launch
+from convselect.kernels.triton import launch as launcher
 from convselect.kernels.triton.grouped import GroupedTriton, _axis_constants, _pack, shipped
 from convselect.problem import CHANNELS_LAST, ConvProblem, Direction, conv_problem, layout_of
 
@@ -62,7 +62,7 @@ def test_layouts(layout, weight_layout, direction):
 
 ALL_CONFIGURATIONS = [
     pytest.param(kernel, arch, config, id=f"{kernel}-{arch}-{'-'.join(map(str, config.values()))}")
-    for kernel, by_arch in launch._configurations("grouped_triton")["kernels"].items()
+    for kernel, by_arch in launcher._configurations("grouped_triton")["kernels"].items()
     for arch, configs in by_arch.items()
     for config in configs
 ]
@@ -73,7 +73,7 @@ def test_configurations(kernel, arch, config):
     dtype = "float32" if kernel.endswith("float32") else "float16"
     problem = conv_problem(1, 36, 12, 12, 24, 3, 3, padding=1, groups=6, dtype=dtype)
     gather = [Direction.FORWARD, Direction.BACKWARD_DATA]
-    with launch.assumed_arch(int(arch.removeprefix("sm_"))):
+    with launcher.assumed_arch(int(arch.removeprefix("sm_"))):
         for direction in gather if kernel.startswith("gather") else [Direction.BACKWARD_WEIGHT]:
             assert config in shipped(problem.with_direction(direction))
             check(ALGORITHM, problem.with_direction(direction), "channels_last", params=config)
@@ -82,7 +82,7 @@ def test_configurations(kernel, arch, config):
 @pytest.mark.parametrize("direction", list(Direction), ids=str)
 def test_strides_beyond_32_bits_are_computed(direction, monkeypatch):
     """The path for large tensors, on a small one."""
-    monkeypatch.setattr(launch, "SPLIT_ELEMENTS", 500)
+    monkeypatch.setattr(launcher, "SPLIT_ELEMENTS", 500)
     problem = conv_problem(2, 16, 5, 7, 16, 2, 2, stride=2, padding=1, groups=4, direction=direction)
     params = _quickest(problem)
     assert dict(ALGORITHM.launches(problem, params)[0].constants)["WIDE"]

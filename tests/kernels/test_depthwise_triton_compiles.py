@@ -13,7 +13,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 import _sass
 
 from convselect.kernels.pool import BY_NAME
-from convselect.kernels.triton import launch as triton_launch
+from convselect.kernels.triton import launch as launcher
 from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction, conv_problem
 
 pytestmark = pytest.mark.compile
@@ -51,20 +51,20 @@ CHOSEN = {
 def shipped() -> list[tuple[str, int, int]]:
     found = []
     for arch in (80, 90):
-        with triton_launch.assumed_arch(arch):
-            found += [(k, arch, i) for k in LAYERS for i in range(len(triton_launch.configurations(ALGORITHM.name, k)))]
+        with launcher.assumed_arch(arch):
+            found += [(k, arch, i) for k in LAYERS for i in range(len(launcher.configurations(ALGORITHM.name, k)))]
     return found
 
 
 def look(problem: ConvProblem, arch: int, params=None):
     """(usage, instructions) of the kernel that does the work."""
-    with triton_launch.assumed_arch(arch):
+    with launcher.assumed_arch(arch):
         launch = ALGORITHM.launches(problem, params)[0]
-        code = triton_launch.compiled(launch, arch)
+        code = launcher.compiled(launch, arch)
         usage, instructions = _sass.usage(code), _sass.instructions(code)
         assert usage.spill_bytes == 0
         assert usage.registers < 255
-        assert usage.shared_bytes <= triton_launch.shared_memory_bytes()
+        assert usage.shared_bytes <= launcher.shared_memory_bytes()
     if problem.layout == CHANNELS_LAST:
         loads = {name for name in instructions if name.startswith("LDG")}
         assert loads <= {"LDG.E.128", "LDG.E.64"}, loads
@@ -74,8 +74,8 @@ def look(problem: ConvProblem, arch: int, params=None):
 
 @pytest.mark.parametrize(("kernel", "arch", "index"), shipped())
 def test_every_configuration_keeps_its_sums_in_registers(kernel, arch, index):
-    with triton_launch.assumed_arch(arch):
-        params = triton_launch.configurations(ALGORITHM.name, kernel)[index]
+    with launcher.assumed_arch(arch):
+        params = launcher.configurations(ALGORITHM.name, kernel)[index]
     _, instructions = look(LAYERS[kernel], arch, params)
     if params.get("vector_bytes") == 16:
         assert instructions["LDG.E.128"] > 0
@@ -93,7 +93,7 @@ def test_what_is_chosen(name):
 def test_the_sum_over_parts():
     launch = ALGORITHM.launches(LAYERS["weight_nhwc"])[1]
     for arch in (80, 90):
-        assert _sass.usage(triton_launch.compiled(launch, arch)).spill_bytes == 0
+        assert _sass.usage(launcher.compiled(launch, arch)).spill_bytes == 0
 
 
 @pytest.mark.parametrize("problem", [*LAYERS.values(), *CHOSEN.values()], ids=str)

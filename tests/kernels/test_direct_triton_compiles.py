@@ -7,13 +7,13 @@ import contextvars
 import pytest
 from _sass import instructions, usage
 
-from convselect.kernels.triton import launch as triton_launch
+from convselect.kernels.triton import launch as launcher
 from convselect.kernels.triton.direct import DirectTriton, shipped
 from convselect.problem import CHANNELS_LAST, ConvProblem, Direction, conv_problem
 
 pytestmark = pytest.mark.compile
 
-if triton_launch.interpreting() or not triton_launch.installed():
+if launcher.interpreting() or not launcher.installed():
     pytest.skip("needs Triton's compiler", allow_module_level=True)
 
 ALGORITHM = DirectTriton()
@@ -33,7 +33,7 @@ def cases(name: str, problem: ConvProblem, direction: Direction, archs: tuple[in
     """The problem with each shipped configuration, or with those that are the best guesses for it."""
     found = []
     for arch in archs:
-        with triton_launch.assumed_arch(arch):
+        with launcher.assumed_arch(arch):
             p = problem.with_direction(direction)
             for config in shipped(p) if best == 99 else ALGORITHM.configs(p)[:best]:
                 values = "-".join(map(str, config.values()))
@@ -59,10 +59,10 @@ CASES = [
 
 @pytest.mark.parametrize(("problem", "config", "arch"), CASES)
 def test_configuration(problem, config, arch):
-    with triton_launch.assumed_arch(arch):
+    with launcher.assumed_arch(arch):
         launch = ALGORITHM.launches(problem, config)[0]
-        limit = triton_launch.shared_memory_bytes()
-    compiled = triton_launch.compiled(launch, arch)
+        limit = launcher.shared_memory_bytes()
+    compiled = launcher.compiled(launch, arch)
     used = usage(compiled)
     assert used.registers < 255
     assert used.spill_bytes == 0
@@ -82,13 +82,13 @@ def test_configuration(problem, config, arch):
 
 def test_nchw_results_are_stored_16_bytes_at_a_time():
     launch = ALGORITHM.launches(DENSE._replace(layout="contiguous", weight_layout="contiguous"))[0]
-    assert instructions(triton_launch.compiled(launch, 90))["STG.E.128"] > 0
+    assert instructions(launcher.compiled(launch, 90))["STG.E.128"] > 0
 
 
 def test_sums_of_splits():
     launch = ALGORITHM.launches(TRAINING.with_direction(W)._replace(C=64, K=64))[-1]
     assert launch.kernel == "sum_splits"
-    compiled = triton_launch.compiled(launch, 90)
+    compiled = launcher.compiled(launch, 90)
     assert usage(compiled).spill_bytes == 0
     assert instructions(compiled)["LDG.E.128"] > 0
 
@@ -106,11 +106,11 @@ def test_an_allocator_of_the_user_stays(monkeypatch):
         assert _allocation._allocator.get() is mine
 
     seen = []
-    monkeypatch.setattr(triton_launch._Handle, "_call", lambda *_: seen.append(_allocation._allocator.get()))
-    handle = object.__new__(triton_launch._Handle)
-    handle._launch = triton_launch.Launch("", "", (1, 1, 1), (), (), scratch=True)
+    monkeypatch.setattr(launcher._Handle, "_call", lambda *_: seen.append(_allocation._allocator.get()))
+    handle = object.__new__(launcher._Handle)
+    handle._launch = launcher.Launch("", "", (1, 1, 1), (), (), scratch=True)
     contextvars.copy_context().run(check)
-    assert seen == [triton_launch._allocate]
+    assert seen == [launcher._allocate]
 
 
 def test_only_descriptors_need_scratch():
@@ -118,4 +118,4 @@ def test_only_descriptors_need_scratch():
         launch = ALGORITHM.launches(DENSE, config)[0]
         assert launch.scratch == (config["loads"] == "descriptor")
     launch = next(one for c in ALGORITHM.configs(DENSE) if (one := ALGORITHM.launches(DENSE, c)[0]).scratch)
-    assert 0 < triton_launch.compiled(launch, 90).metadata.global_scratch_size <= 256
+    assert 0 < launcher.compiled(launch, 90).metadata.global_scratch_size <= 256

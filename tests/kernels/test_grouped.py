@@ -215,7 +215,7 @@ MEMORY = {
         "layout": ["contiguous", "channels_last", "transposed"],
     }
 )
-def test_workspace_counts_the_library_too(direction, dtype, layout):
+def test_workspace_counts_the_library_too(direction, dtype, layout, monkeypatch):
     for threads in (1, 2):
         torch.set_num_threads(threads)
         for name, problem in MEMORY.items():
@@ -223,9 +223,10 @@ def test_workspace_counts_the_library_too(direction, dtype, layout):
             problem, operands = prepared(problem, layout, layout)
             if direction == Direction.BACKWARD_WEIGHT:  # its problem does not tell the layout of grad_y
                 operands = (operands[0], operands[1].contiguous())
-            bound = ALGORITHM.workspace_bytes(problem)
             copies = peak_extra_bytes(lambda o=operands, p=problem: ALGORITHM.run(*o, p))
             for isa_level in ISA_LEVELS:
+                monkeypatch.setattr(_library, "isa", lambda level=isa_level: level)
+                bound = ALGORITHM.workspace_bytes(problem)
                 _library.library().cs_free_scratch()
                 run(problem, operands, isa_level)
                 # The caller's own thread: what all share, and one worker's.

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from _sass import instructions, usage
 
-from convselect.kernels.triton import launch as triton_launch
+from convselect.kernels.triton import launch as launcher
 from convselect.kernels.triton.grouped import GroupedTriton, shipped
 from convselect.problem import CHANNELS_LAST, ConvProblem, Direction, conv_problem
 
 pytestmark = pytest.mark.compile
 
-if triton_launch.interpreting() or not triton_launch.installed():
+if launcher.interpreting() or not launcher.installed():
     pytest.skip("needs Triton's compiler", allow_module_level=True)
 
 ALGORITHM = GroupedTriton()
@@ -27,7 +27,7 @@ def cases(direction: Direction, problems: list[ConvProblem]) -> list:
     """Each configuration with the problem, of these, that it is the best guess for."""
     found = []
     for arch in (80, 90):
-        with triton_launch.assumed_arch(arch):
+        with launcher.assumed_arch(arch):
             offered = [(p, ALGORITHM.configs(p)) for p in (q.with_direction(direction) for q in problems)]
             for config in shipped(offered[0][0]):
                 p = min(offered, key=lambda o: o[1].index(config) if config in o[1] else len(o[1]))[0]
@@ -46,10 +46,10 @@ CASES = [
 
 @pytest.mark.parametrize(("problem", "config", "arch"), CASES)
 def test_configuration(problem, config, arch):
-    with triton_launch.assumed_arch(arch):
+    with launcher.assumed_arch(arch):
         launch = ALGORITHM.launches(problem, config)[0]
-        limit = triton_launch.shared_memory_bytes()
-    compiled = triton_launch.compiled(launch, arch)
+        limit = launcher.shared_memory_bytes()
+    compiled = launcher.compiled(launch, arch)
     used = usage(compiled)
     assert used.registers < 255
     assert used.spill_bytes == 0
@@ -64,7 +64,7 @@ def test_configuration(problem, config, arch):
 
 def test_nchw_results_are_stored_16_bytes_at_a_time():
     launch = ALGORITHM.launches(FOUR._replace(layout="contiguous", weight_layout="contiguous"))[0]
-    assert instructions(triton_launch.compiled(launch, 90))["STG.E.128"] > 0
+    assert instructions(launcher.compiled(launch, 90))["STG.E.128"] > 0
 
 
 @pytest.mark.parametrize("layout", ["contiguous", CHANNELS_LAST])
@@ -72,6 +72,6 @@ def test_sums_of_splits(layout):
     problem = FOUR._replace(direction=Direction.BACKWARD_WEIGHT, layout=layout, weight_layout=layout)
     launch = ALGORITHM.launches(problem)[-1]
     assert launch.kernel == "sum_splits"
-    compiled = triton_launch.compiled(launch, 90)
+    compiled = launcher.compiled(launch, 90)
     assert usage(compiled).spill_bytes == 0
     assert instructions(compiled)["LDG.E.128"] > 0

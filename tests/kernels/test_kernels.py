@@ -52,15 +52,19 @@ def expected(problem: ConvProblem, layout: str, weight_layout: str) -> torch.Ten
     return Reference().run(*(t.double() for t in operands), problem._replace(dtype="float64"))
 
 
+def is_sentence(reason: str) -> bool:
+    return reason[0].isupper() and reason.endswith(".") and "\n" not in reason
+
+
 def check(algorithm: Algorithm, problem: ConvProblem, layout: str = "contiguous", weight_layout: str = "contiguous"):
-    """Run one problem and compare; False where the algorithm does not apply."""
+    """Run one problem and compare; False if the algorithm does not apply."""
     asked = problem
     problem, operands = prepared(problem, layout, weight_layout)
     reason = algorithm.why_not(problem)
     if reason is not None:
-        assert reason.strip()
-        assert "\n" not in reason
+        assert is_sentence(reason), reason
         return False
+    assert algorithm.same_as_native(problem) is None or is_sentence(algorithm.same_as_native(problem))
     copies = [t.clone() for t in operands]
     got = algorithm.run(*operands, problem)
     assert got.shape == problem.result_shape
@@ -207,7 +211,7 @@ def test_the_same_call_twice_gives_the_same_bits(algorithm):
 @every_algorithm
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_run_checked_adds_the_bias(algorithm, dtype):
-    """And gives None, or what native gives, where a value is not finite."""
+    """And gives None, or what native gives, if a value is not finite."""
     if algorithm.name == "upcast" and dtype == "float32":
         pytest.skip("for 16 bit only")
     ran = 0
@@ -230,9 +234,14 @@ def test_run_checked_adds_the_bias(algorithm, dtype):
     assert ran
 
 
+def test_every_algorithm_that_answers_ready_is_asked():
+    for algorithm in ALL:
+        assert algorithm.may_be_unready == (type(algorithm).ready is not Algorithm.ready), algorithm.name
+
+
 @every_algorithm
 def test_spreads_nonfinite_is_declared(algorithm):
-    """A direct sum keeps NaN and infinity where they belong; who does not must say so: dispatch relies on it."""
+    """A direct sum keeps NaN and infinity where they belong. What does not must say so, as dispatch relies on it."""
     dtype = "bfloat16" if algorithm.name == "upcast" else "float32"
     kept = True
     for name in ("depthwise 3x3", "depthwise 7x7"):

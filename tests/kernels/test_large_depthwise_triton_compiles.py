@@ -12,7 +12,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from _sass import instructions, usage
 
-from convselect.kernels.triton import launch as triton_launch
+from convselect.kernels.triton import launch as launcher
 from convselect.kernels.triton.large_depthwise import LargeDepthwiseTriton
 from convselect.problem import Direction, conv_problem
 
@@ -35,12 +35,12 @@ UNIREPLKNET = depthwise(64, 320, 14, 13, "bfloat16", "channels_last")
 
 
 def kernels(problem, arch, config=None):
-    with triton_launch.assumed_arch(arch):
+    with launcher.assumed_arch(arch):
         assert ALGORITHM.why_not_shape(problem) is None
-        limit = triton_launch.shared_memory_bytes()
+        limit = launcher.shared_memory_bytes()
         launches = ALGORITHM.launches(problem, config)
     for launch in launches:
-        compiled = triton_launch.compiled(launch, arch)
+        compiled = launcher.compiled(launch, arch)
         used = usage(compiled)
         assert used.spill_bytes == 0, (launch.kernel, used)
         assert used.registers < 255, (launch.kernel, used)
@@ -54,15 +54,15 @@ def count(opcodes, *starts):
 
 def products(problem, arch, config, kernel):
     """Compiles the launch that multiplies, and asserts that it loads 16 bytes at a time and does so ahead."""
-    with triton_launch.assumed_arch(arch):
+    with launcher.assumed_arch(arch):
         launch = next(launch for launch in ALGORITHM.launches(problem, config) if launch.kernel == kernel)
-        limit = triton_launch.shared_memory_bytes()
-    compiled = triton_launch.compiled(launch, arch)
+        limit = launcher.shared_memory_bytes()
+    compiled = launcher.compiled(launch, arch)
     used, opcodes = usage(compiled), instructions(compiled)
     assert used.spill_bytes == 0, used
     assert used.registers < 255, used
     assert used.shared_bytes <= limit, used
-    # Both operands of TF32 products must be turned, four bytes at a time, where the sum runs over rows.
+    # Both operands of TF32 products must be turned, four bytes at a time, if the sum runs over rows.
     turned = kernel == "banded_gradient" and dict(launch.constants)["COPIES"] == 4
     assert count(opcodes, "LDGSTS.E" if turned else "LDGSTS.E.BYPASS.128") > 0
     assert count(opcodes, "LDG.") == count(opcodes, "LDG.E.128")
@@ -77,15 +77,15 @@ def rows(kernel, config):
 
 def shipped(kernel):
     for arch in (80, 90):
-        with triton_launch.assumed_arch(arch):
-            for config in triton_launch.configurations(ALGORITHM.name, kernel):
+        with launcher.assumed_arch(arch):
+            for config in launcher.configurations(ALGORITHM.name, kernel):
                 yield arch, config
 
 
 @pytest.mark.parametrize("kind", REPLKNET)
 @pytest.mark.parametrize(("arch", "config"), list(shipped("banded")), ids=str)
 def test_banded(arch, config, kind):
-    with triton_launch.assumed_arch(arch):
+    with launcher.assumed_arch(arch):
         if config not in ALGORITHM.configs(REPLKNET[kind]):
             pytest.skip("not offered for this type")
     products(REPLKNET[kind], arch, config, "banded")
@@ -101,7 +101,7 @@ def test_correlate(arch, config, kind):
 @pytest.mark.parametrize(("arch", "config"), list(shipped("banded_gradient")), ids=str)
 def test_banded_gradient(arch, config, kind):
     problem = REPLKNET[kind].with_direction(Direction.BACKWARD_WEIGHT)
-    with triton_launch.assumed_arch(arch):
+    with launcher.assumed_arch(arch):
         if config not in ALGORITHM.configs(problem):
             pytest.skip("not offered for this type")
     products(problem, arch, config, "banded_gradient")

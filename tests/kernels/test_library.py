@@ -42,7 +42,7 @@ def python(code: str, timeout_s: float = 120, **environment: str) -> str:
     """Run code in a fresh process that finds the test helpers; what it prints."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
-        env={**os.environ, "OMP_WAIT_POLICY": "passive", **environment},
+        env={**os.environ, "OMP_WAIT_POLICY": "passive", "PYTHONPATH": os.pathsep.join(sys.path), **environment},
         cwd=TESTS,
         capture_output=True,
         text=True,
@@ -161,6 +161,24 @@ def test_structs_are_as_the_header_has_them():
     }.items():  # fmt: skip
         assert re.search(rf"\b{name} = {number}\b", header), name
     assert re.search(rf"#define CS_ABI {_library.ABI}\b", header)
+
+
+@needs_library
+def test_a_call_passes_few_frames_of_python():
+    p = TYPICAL[0]
+    x, weight, _ = random_operands(p)
+    arguments = (x, weight, p, None, torch.randn(p.K))
+    algorithm = next(a for a in ALL if a.name == "winograd4")
+    algorithm.run_checked(*arguments)
+    files: list[str] = []
+    before = sys.getprofile()
+    sys.setprofile(lambda frame, event, _: files.append(frame.f_code.co_filename) if event == "call" else None)
+    try:
+        algorithm.run_checked(*arguments)
+    finally:
+        sys.setprofile(before)
+    assert len(files) <= 7
+    assert {os.path.basename(file) for file in files} == {"_c_algorithm.py", "_library.py"}
 
 
 # ---- arguments --------------------------------------------------------------------------------------------------
@@ -370,7 +388,7 @@ def test_scratch_memory_is_bounded_and_given_back(name, before):
 @needs_library
 def test_workspace_covers_scratch_memory():
     """What a kernel takes beyond torch's own allocator is in its algorithm's `workspace_bytes`. Blocks are rounded up
-    to 4 KiB, and to 2 MiB where they are larger than an eighth of it."""
+    to 4 KiB, and to 2 MiB if they are larger than an eighth of it."""
     measured = 0
     for algorithm in ALL:
         for listed in (*PROBLEMS.values(), *TYPICAL):

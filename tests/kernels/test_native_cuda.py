@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from problems import PROBLEMS, operands_of, random_operands, relative_error
 from tolerances import NATIVE_16_BIT_FACTOR, tolerance
 
+from convselect.eager import dispatch
+from convselect.graph import run as graph_run
 from convselect.kernels import _cuda_flags, native_cuda
 from convselect.kernels._native_ops import unsound_in_16_bit
 from convselect.kernels.native_cuda import CudnnBenchmark, SplitBatch
@@ -23,7 +25,7 @@ every_layout = pytest.mark.parametrize("layout", ["contiguous", "channels_last",
 
 
 def run(algorithm, problem: ConvProblem, layout: str = "contiguous") -> float | None:
-    """The relative error of one problem said to be on CUDA, on CPU tensors; None where it does not apply."""
+    """The relative error of one problem said to be on CUDA, on CPU tensors; None if it does not apply."""
     x, weight, grad_y = random_operands(problem, layout, layout)
     streamed = grad_y if problem.direction == Direction.BACKWARD_DATA else x
     p = problem._replace(layout=layout_of(streamed), weight_layout=layout_of(weight), device="cuda")
@@ -239,6 +241,27 @@ def test_flags_are_restored_and_held_by_one_thread_at_a_time():
     other.join(5)
     assert inside
     assert (torch._C._get_cudnn_benchmark(), torch._C._get_cudnn_enabled()) == before
+
+
+def test_the_switches_that_a_convolution_depends_on(monkeypatch):
+    """Eager calls and operators make a new plan if one of them changes."""
+    assert dispatch._cuda_flags is graph_run._cuda_flags is _cuda_flags
+    before = _cuda_flags.state()
+    for i, name in enumerate(("enabled", "benchmark", "deterministic")):
+        monkeypatch.setattr(torch.backends.cudnn, name, not before[i])
+        assert [now != was for now, was in zip(_cuda_flags.state(), before, strict=True)] == [j <= i for j in range(4)]
+    get, put = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
+    kept = [(what, get("cuda", what)) for what in ("conv", "rnn")]
+    try:
+        for conv, rnn in (("tf32", "ieee"), ("ieee", "tf32")):  # which `cudnn.allow_tf32` does not bear
+            put("cuda", "conv", conv)
+            put("cuda", "rnn", rnn)
+            assert _cuda_flags.state()[3] == conv
+            with pytest.raises(RuntimeError):
+                _ = torch.backends.cudnn.allow_tf32
+    finally:
+        for what, value in kept:
+            put("cuda", what, value)
 
 
 def test_native_depthwise_gradients_run_without_cudnn(monkeypatch):

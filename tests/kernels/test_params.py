@@ -12,7 +12,7 @@ import torch
 from _memory import peak_extra_bytes
 
 from convselect import lru, settings
-from convselect.eager import dispatch
+from convselect.eager import resolve
 from convselect.kernels import _library
 from convselect.kernels._space import Space
 from convselect.kernels.pool import ALL, BY_NAME
@@ -151,13 +151,14 @@ def test_spaces_are_large_and_lead_somewhere():
 
 @pytest.mark.sanitizer
 def test_no_program_touches_a_byte_beside_an_operand_or_result():
-    """At every instruction set and by one to three threads."""
+    """At every instruction set, each with the same number of cases, and by one to three threads."""
+    levels = _library.library().cs_best_isa() + 1
     kernels = ["cs_winograd", "cs_direct", "cs_depthwise", "cs_grouped", "cs_fft"]
     for side in (True, False):
         ran = _guarded.run(kernels=kernels, sides=[side], random=100, seed=11 + side, listed="", programs=True)
-        assert ran.pop("tuned") > 500
+        assert ran.pop("tuned") > 500 / 3 * levels
         for name in kernels:
-            assert sum(n for case, n in ran.items() if case.startswith(name)) > 50, name
+            assert sum(n for case, n in ran.items() if case.startswith(name)) > 50 / 3 * levels, name
 
 
 def test_workspaces_hold_for_programs():
@@ -196,7 +197,7 @@ def test_a_stored_program_keeps_within_the_memory_that_is_allowed(tmp_path):
                 )
                 process.remember(found)
                 lru.clear()
-                assert (dispatch.choice_for(problem, used).source == "store") == (source == "store")
+                assert (resolve.choice_for(problem, used).source == "store") == (source == "store")
     finally:
         process.configure(os.environ.get("CONVSELECT_STORE"))
         lru.clear()

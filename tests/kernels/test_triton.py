@@ -25,7 +25,7 @@ import convselect
 from convselect import lru
 from convselect import warnings as _warnings
 from convselect.kernels.pool import BY_NAME
-from convselect.kernels.triton import launch as triton_launch
+from convselect.kernels.triton import launch as launcher
 from convselect.kernels.triton.launch import Launch
 from convselect.problem import conv_problem
 
@@ -35,12 +35,12 @@ ADD = Launch("_tiny_kernels", "product", (4, 1, 1), ("float16",) * 3, (("N", 32)
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch):
-    monkeypatch.setattr(triton_launch, "_handles", {})
-    monkeypatch.setattr(triton_launch, "_pool", [])
+    monkeypatch.setattr(launcher, "_handles", {})
+    monkeypatch.setattr(launcher, "_pool", [])
     monkeypatch.setattr(_warnings, "_given", set())
     lru.clear()
     yield
-    for pool in triton_launch._pool:
+    for pool in launcher._pool:
         pool.shutdown(wait=False, cancel_futures=True)
     lru.clear()
 
@@ -89,7 +89,7 @@ def test_launches_are_made_once_per_problem_parameters_and_architecture():
     assert tiny.launches(POINTWISE) is launches
     assert tiny.launches(POINTWISE, {"BLOCK": 32, "num_warps": 1}) is not launches
     assert tiny.launches(POINTWISE, {"BLOCK": 64, "num_warps": 1}) == launches
-    with triton_launch.assumed_arch(80):
+    with launcher.assumed_arch(80):
         assert tiny.launches(POINTWISE) is not launches
         assert tiny.launches(POINTWISE) == launches
     odd = {"BLOCK": 32, "num_warps": 1, "note": ["not", "hashable"]}
@@ -98,11 +98,11 @@ def test_launches_are_made_once_per_problem_parameters_and_architecture():
 
 def test_aligned():
     base = torch.zeros(64, dtype=torch.float16)
-    assert triton_launch.aligned(base[8:]) is not base
-    assert triton_launch.aligned(base[8:]).data_ptr() == base[8:].data_ptr()
-    moved = triton_launch.aligned(base[1:33].view(1, 2, 4, 4).contiguous(memory_format=torch.channels_last)[:, :, 1:])
+    assert launcher.aligned(base[8:]) is not base
+    assert launcher.aligned(base[8:]).data_ptr() == base[8:].data_ptr()
+    moved = launcher.aligned(base[1:33].view(1, 2, 4, 4).contiguous(memory_format=torch.channels_last)[:, :, 1:])
     assert moved.data_ptr() % 16 == 0
-    odd = triton_launch.aligned(torch.arange(5, dtype=torch.float16)[1:])
+    odd = launcher.aligned(torch.arange(5, dtype=torch.float16)[1:])
     assert odd.tolist() == [1, 2, 3, 4]
     assert odd.data_ptr() % 16 == 0
 
@@ -113,48 +113,48 @@ def test_aligned():
 @pytest.mark.parametrize(("arch", "found"), [(75, "a"), (80, "a"), (86, "a"), (89, "a"), (90, "b"), (100, "b")])
 def test_the_nearest_older_configurations(arch, found, monkeypatch):
     file = {"kernels": {"k": {"sm_90": [{"x": "b"}], "sm_80": [{"x": "a"}]}}}
-    monkeypatch.setattr(triton_launch, "_configurations", lambda name: file)
-    with triton_launch.assumed_arch(arch):
-        assert triton_launch.configurations("any", "k") == [{"x": found}]
-        triton_launch.configurations("any", "k")[0]["x"] = "changed by a caller"
-        assert triton_launch.configurations("any", "k") == [{"x": found}]
+    monkeypatch.setattr(launcher, "_configurations", lambda name: file)
+    with launcher.assumed_arch(arch):
+        assert launcher.configurations("any", "k") == [{"x": found}]
+        launcher.configurations("any", "k")[0]["x"] = "changed by a caller"
+        assert launcher.configurations("any", "k") == [{"x": found}]
 
 
 def test_the_architecture_of_the_machine_unless_one_is_assumed(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert triton_launch.architecture() == 90
+    assert launcher.architecture() == 90
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=0: (8, 6))
-    triton_launch._architecture_of.cache_clear()
-    assert triton_launch.architecture() == 86
-    assert triton_launch.shared_memory_bytes() == 99 * 1024
-    with triton_launch.assumed_arch(80), triton_launch.assumed_arch(90):
-        assert triton_launch.architecture() == 90
-    triton_launch._architecture_of.cache_clear()
+    launcher._architecture_of.cache_clear()
+    assert launcher.architecture() == 86
+    assert launcher.shared_memory_bytes() == 99 * 1024
+    with launcher.assumed_arch(80), launcher.assumed_arch(90):
+        assert launcher.architecture() == 90
+    launcher._architecture_of.cache_clear()
 
 
 def test_why_no_kernel_can_run(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert triton_launch.missing(POINTWISE) is None
-    assert "NVIDIA" in triton_launch.missing(POINTWISE._replace(device="cpu"))
+    assert launcher.missing(POINTWISE) is None
+    assert "NVIDIA" in launcher.missing(POINTWISE._replace(device="cpu"))
     assert "1x1" in Tiny().why_not(POINTWISE._replace(R=3))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
-    assert "8.0" in triton_launch.missing(POINTWISE)
+    assert "8.0" in launcher.missing(POINTWISE)
     monkeypatch.setattr(torch.version, "hip", "6.2")
-    assert "NVIDIA" in triton_launch.missing(POINTWISE)
-    monkeypatch.setattr(triton_launch, "installed", lambda: False)
-    assert "not installed" in triton_launch.missing(POINTWISE)
-    monkeypatch.setattr(triton_launch, "interpreting", lambda: True)
-    assert triton_launch.missing(POINTWISE._replace(device="cpu")) is not None
+    assert "NVIDIA" in launcher.missing(POINTWISE)
+    monkeypatch.setattr(launcher, "installed", lambda: False)
+    assert "not installed" in launcher.missing(POINTWISE)
+    monkeypatch.setattr(launcher, "interpreting", lambda: True)
+    assert launcher.missing(POINTWISE._replace(device="cpu")) is not None
 
 
 def test_dot_precision_is_what_the_user_allowed():
-    dtypes = {d: triton_launch.dot_precision(POINTWISE._replace(dtype=d)) for d in ("float16", "bfloat16", "float64")}
+    dtypes = {d: launcher.dot_precision(POINTWISE._replace(dtype=d)) for d in ("float16", "bfloat16", "float64")}
     assert dtypes == {"float16": "tf32", "bfloat16": "tf32", "float64": "ieee"}
-    assert triton_launch.dot_precision(POINTWISE._replace(dtype="float32")) == "tf32x3"
-    assert triton_launch.dot_precision(POINTWISE._replace(dtype="float32", tf32=True)) == "tf32"
+    assert launcher.dot_precision(POINTWISE._replace(dtype="float32")) == "tf32x3"
+    assert launcher.dot_precision(POINTWISE._replace(dtype="float32", tf32=True)) == "tf32"
 
 
 # ---- processes without Triton, or with another one --------------------------------------------------------------
@@ -182,15 +182,15 @@ def test_without_triton_everything_else_works():
         importlib.util.find_spec = lambda name, *rest: None if name == "triton" else find_spec(name, *rest)
         import torch, convselect
         from convselect.kernels.pool import ALL
-        from convselect.kernels.triton import launch as triton_launch
+        from convselect.kernels.triton import launch as launcher
         from convselect.problem import conv_problem
 
-        assert not triton_launch.installed()
+        assert not launcher.installed()
         for device in ("cpu", "cuda"):
             problem = conv_problem(1, 8, 9, 9, 8, 3, 3, padding=1, groups=8, device=device)
             for algorithm in ALL:
                 reason = algorithm.why_not(problem)
-                if isinstance(algorithm, triton_launch.TritonAlgorithm):
+                if isinstance(algorithm, launcher.TritonAlgorithm):
                     assert "Triton" in reason or "GPU" in reason, reason
             print(convselect.explain_problem(problem).rows[0].algorithm)
         convselect.conv2d(torch.randn(1, 8, 9, 9), torch.randn(8, 8, 3, 3))
@@ -213,8 +213,8 @@ def test_another_version_is_called_by_the_door_that_every_version_has(monkeypatc
     fake.__version__ = "4.1.0+git"
     monkeypatch.setitem(sys.modules, "triton", fake)
     monkeypatch.setattr(Launch, "function", lambda self: Function())
-    monkeypatch.setattr(triton_launch.torch, "empty", lambda *size, **options: SimpleNamespace(**options))
-    handle = triton_launch._Handle(ADD)
+    monkeypatch.setattr(launcher.torch, "empty", lambda *size, **options: SimpleNamespace(**options))
+    handle = launcher._Handle(ADD)
     handle(0, ("a", "b", "c"))
     options = {"N": 32, "K": 16, "BLOCK": 32, "num_warps": 1, "num_stages": 2}
     assert calls == [("warmup", 3, (4, 1, 1), options), ("run", 3, (4, 1, 1), options)]
@@ -225,11 +225,11 @@ def test_this_version_is_called_with_pointers_and_constants_in_their_order(monke
 
     calls = []
     kernel = SimpleNamespace(run=lambda *given: calls.append(given), function="f", packed_metadata="m")
-    monkeypatch.setattr(triton_launch, "compiled", lambda launch: kernel)
+    monkeypatch.setattr(launcher, "compiled", lambda launch: kernel)
     monkeypatch.setattr(driver, "_active", SimpleNamespace(get_current_stream=lambda device: f"stream {device}"))
     given = dict(ADD.constants)
     shuffled = Launch(ADD.module, ADD.kernel, ADD.grid, ADD.pointers, tuple(reversed(ADD.constants)), 1)
-    triton_launch._Handle(shuffled)(3, ("a", "b", "c"))
+    launcher._Handle(shuffled)(3, ("a", "b", "c"))
     assert calls == [
         (4, 1, 1, "stream 3", "f", "m", None, None, None, "a", "b", "c", given["N"], given["K"], given["BLOCK"])
     ]
@@ -240,17 +240,17 @@ def test_this_version_is_called_with_pointers_and_constants_in_their_order(monke
 
 @pytest.mark.parametrize("arch", [80, 90])
 def test_a_kernel_compiles_without_a_gpu(arch):
-    kernel = triton_launch.compiled(ADD, arch)
+    kernel = launcher.compiled(ADD, arch)
     assert {"ptx", "cubin"} <= set(kernel.asm)
     assert f".target sm_{arch}" in kernel.asm["ptx"]
     assert kernel.metadata.num_warps == 1
     with pytest.raises(TypeError, match="parameters"):
-        triton_launch.compiled(Launch(ADD.module, ADD.kernel, ADD.grid, ADD.pointers, (("N", 32),)), arch)
+        launcher.compiled(Launch(ADD.module, ADD.kernel, ADD.grid, ADD.pointers, (("N", 32),)), arch)
 
 
 def test_a_kernel_that_does_not_compile_says_so():
     with pytest.raises(Exception, match="no_such_thing"):
-        triton_launch.compiled(Launch("_tiny_kernels", "broken", (1, 1, 1), ("float16",), (("N", 32),)), 90)
+        launcher.compiled(Launch("_tiny_kernels", "broken", (1, 1, 1), ("float16",), (("N", 32),)), 90)
 
 
 # ---- ready and run ----------------------------------------------------------------------------------------------
@@ -273,14 +273,14 @@ def gpu(monkeypatch):
     """A GPU by the number None, which tensors of the CPU are on."""
     made = SimpleNamespace(capturing=False, compile=lambda launch, device: Handle())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    monkeypatch.setattr(triton_launch, "_capturing", lambda: made.capturing)
-    monkeypatch.setattr(triton_launch, "_compile_on", lambda launch, device: made.compile(launch, device))
+    monkeypatch.setattr(launcher, "_capturing", lambda: made.capturing)
+    monkeypatch.setattr(launcher, "_compile_on", lambda launch, device: made.compile(launch, device))
     monkeypatch.setattr(Handle, "calls", 0)
     return made
 
 
 def settled() -> None:
-    for future in list(triton_launch._handles.values()):
+    for future in list(launcher._handles.values()):
         future.exception(10)
 
 
@@ -288,26 +288,26 @@ def test_what_is_not_compiled_is_begun_elsewhere_and_not_waited_for(gpu):
     go = threading.Event()
     gpu.compile = lambda launch, device: go.wait(10) and Handle()
     launches = Tiny().launches(POINTWISE)
-    assert not triton_launch.ready(launches)
-    assert not triton_launch.ready(launches)
-    assert len(triton_launch._handles) == 1
+    assert not launcher.ready(launches)
+    assert not launcher.ready(launches)
+    assert len(launcher._handles) == 1
     go.set()
     settled()
-    assert triton_launch.ready(launches)
+    assert launcher.ready(launches)
 
 
 def test_nothing_is_begun_while_a_graph_is_captured(gpu):
     gpu.capturing = True
-    assert not triton_launch.ready((ADD,))
-    assert not triton_launch._handles
+    assert not launcher.ready((ADD,))
+    assert not launcher._handles
     tensors = [torch.zeros(2, 2, dtype=torch.float16)] * 3
     with pytest.raises(RuntimeError, match="capture"):
-        triton_launch.run(ADD, *tensors)
+        launcher.run(ADD, *tensors)
     gpu.capturing = False
-    triton_launch.run(ADD, *tensors)
+    launcher.run(ADD, *tensors)
     gpu.capturing = True
-    assert triton_launch.ready((ADD,))
-    triton_launch.run(ADD, *tensors)
+    assert launcher.ready((ADD,))
+    launcher.run(ADD, *tensors)
     assert Handle.calls == 2
 
 
@@ -317,21 +317,21 @@ def test_a_failed_compilation_is_raised_each_time_without_growing(gpu):
 
     gpu.compile = fail
     with contextlib.suppress(ValueError):
-        triton_launch.ready((ADD,))
+        launcher.ready((ADD,))
     settled()
     depths = []
     for _ in range(3):
         with pytest.raises(ValueError, match="does not compile") as caught:
-            triton_launch.ready((ADD,))
+            launcher.ready((ADD,))
         depths.append(len(caught.traceback))
     assert len(set(depths)) == 1
 
 
 def test_so_many_are_kept_and_no_more(gpu, monkeypatch):
-    monkeypatch.setattr(triton_launch, "KEPT", 3)
+    monkeypatch.setattr(launcher, "KEPT", 3)
     for rows in range(1, 6):
-        triton_launch.ready((Launch(ADD.module, ADD.kernel, (rows, 1, 1), ADD.pointers, ADD.constants, 1),))
-    assert [launch.grid[0] for launch, _ in triton_launch._handles] == [3, 4, 5]
+        launcher.ready((Launch(ADD.module, ADD.kernel, (rows, 1, 1), ADD.pointers, ADD.constants, 1),))
+    assert [launch.grid[0] for launch, _ in launcher._handles] == [3, 4, 5]
 
 
 def test_another_device_than_the_current_one_is_made_current(gpu, monkeypatch):
@@ -351,24 +351,24 @@ def test_another_device_than_the_current_one_is_made_current(gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", OnDevice)
     future: Future = Future()
     future.set_result(lambda device, tensors: seen.append(("ran", device)))
-    triton_launch._handles[ADD, 1] = future
-    triton_launch.run(ADD, SimpleNamespace(device=SimpleNamespace(index=1)))
+    launcher._handles[ADD, 1] = future
+    launcher.run(ADD, SimpleNamespace(device=SimpleNamespace(index=1)))
     assert seen == [1, ("ran", 1)]
 
 
 def test_modules_are_loaded_in_a_way_that_spoils_no_capture(monkeypatch):
     modes = []
     driver = SimpleNamespace(cuThreadExchangeStreamCaptureMode=lambda mode: modes.append(mode._obj.value))
-    monkeypatch.setattr(triton_launch, "_driver", lambda: driver)
-    with triton_launch._beside_captures():
+    monkeypatch.setattr(launcher, "_driver", lambda: driver)
+    with launcher._beside_captures():
         assert modes == [2]
     assert len(modes) == 2
 
     def none():
         raise OSError("no such library")
 
-    monkeypatch.setattr(triton_launch, "_driver", none)
-    with triton_launch._beside_captures():
+    monkeypatch.setattr(launcher, "_driver", none)
+    with launcher._beside_captures():
         pass
 
 
@@ -376,15 +376,15 @@ def test_modules_are_loaded_in_a_way_that_spoils_no_capture(monkeypatch):
 def test_an_ending_process_does_not_wait_for_what_is_queued():
     out = fresh("""
         import threading, time, torch
-        from convselect.kernels.triton import launch as triton_launch
+        from convselect.kernels.triton import launch as launcher
         torch.cuda.current_device = lambda: None
         started = threading.Event()
         def slow(launch, device):
             started.set()
             time.sleep(0.2)
-        triton_launch._compile_on = slow
+        launcher._compile_on = slow
         for rows in range(1, 500):
-            triton_launch.ready((triton_launch.Launch("m", "k", (rows, 1, 1), (), ()),))
+            launcher.ready((launcher.Launch("m", "k", (rows, 1, 1), (), ()),))
         started.wait(10)
         print("done")
     """)
@@ -430,7 +430,7 @@ def test_native_runs_until_the_kernel_is_compiled(tiny, gpu):
 def test_native_runs_while_a_graph_is_captured_before_it_was_compiled(tiny, gpu):
     gpu.capturing = True
     assert torch.equal(convselect.conv2d(X, W), F.conv2d(X, W))
-    assert not triton_launch._handles
+    assert not launcher._handles
 
 
 @pytest.mark.parametrize("when", ["compiled", "run"])

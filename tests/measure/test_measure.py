@@ -119,7 +119,7 @@ def test_the_hopeless_are_dropped_after_the_warm_rounds_and_native_never():
     with measure.threads(1):
         samples = measure._timed(calls, 0, 60.0, status, wall=False)
     assert status["native"] == "ok"
-    assert len(samples["native"][0]) == len(samples["quick"][0]) == 9
+    assert len(samples["native"].samples_us) == len(samples["quick"].samples_us) == 9
 
 
 def test_restoring_natives_strides_is_part_of_the_time():

@@ -14,11 +14,10 @@ import torch
 
 import convselect
 from convselect import lru, warnings
-from convselect.choice.choose import PLAN_COST_US
 from convselect.kernels.pool import BY_NAME
 from convselect.machine import host
 from convselect.machine.environment import cpu_fingerprint
-from convselect.measure.rows import KERNEL_CLASSES, Row, kernel_class
+from convselect.measure.rows import KERNEL_CLASSES, PLAN_COST_US, Row, kernel_class
 from convselect.model import calibrate, evaluate, loaded, train
 from convselect.model.inference import ARTIFACTS, ArtifactError, Calibration, Predictor, artifact_path
 from convselect.problem import Direction, conv_problem

@@ -267,7 +267,7 @@ def test_the_command_measures_a_models_own_calls(tmp_path: Path):
         ([], "give CSV files of layers, or --model"),
         (["--model", "a:b"], "go together"),
         (["missing.csv"], "missing.csv"),
-        (["layers.csv", "--dtype", "int8"], "--dtype must be one of"),
+        (["layers.csv", "--dtype", "int8"], "dtype must be one of"),
         (["layers.csv", "--workers", "1", "--scheduler", "tcp://x:1"], "one of --workers"),
     ],
 )

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import convselect
 from convselect import settings
 from convselect.choice.choose import Choice
-from convselect.cli.main import main
+from convselect.cli import main
 from convselect.eager import dispatch
 from convselect.kernels.pool import BY_NAME
 from convselect.machine import environment
@@ -140,7 +140,7 @@ def test_layers_are_grouped_by_problem(measured):
     assert [layer.direction for layer in measured.layers] == sorted(
         (layer.direction for layer in measured.layers), key=["forward", "backward_data", "backward_weight"].index
     )
-    assert measured.left_alone == {"5": "a transposed convolution"}
+    assert measured.left_alone == {"5": "It is a transposed convolution; only nn.Conv2d is converted."}
 
 
 def test_a_shared_layer_is_called_twice():
@@ -208,7 +208,7 @@ def test_the_page_has_the_figures(measured):
     two = measured.layers[1]
     times = [page.duration(us) for us in (two.native_us, two.chosen_us)]
     assert read.row("2 and 1 more", "2x8x16x16 -> 8, 3x3 p1", "2", times[0], "winograd4", times[1])
-    assert read.row("5", "a transposed convolution")
+    assert read.row("5", "It is a transposed convolution; only nn.Conv2d is converted.")
     assert read.row("all calls", "", "3", page.duration(measured.end_to_end[0].layers_native_us))
     assert measured.environment["device"] in read.text
 
@@ -249,7 +249,7 @@ def test_stored_times_are_used(monkeypatch, tmp_path):
     problem = of_model("small", small(), X, timed=False).layers[1].problem
     rows = [stored_row(problem, name, us) for name, us in (("native", 400.0), ("winograd4", 100.0), ("direct", 0.5))]
     with Store(tmp_path / "times.sqlite") as store:
-        store.add(store.environment(environment.describe("cpu")[1]), rows, pool="p")
+        store.add(store.environment(environment.choice_environment("cpu")[1]), rows, pool="p")
     report = of_model("small", small(), X, timed=False, times=tmp_path / "times.sqlite")
     layer = report.layers[1]
     assert (layer.kind, layer.native_us, layer.chosen_us, layer.gain) == ("stored", 400.0, 100.0, 4.0)
@@ -271,9 +271,11 @@ def test_stored_times_are_used(monkeypatch, tmp_path):
     # CSV says the same; another machine's times say nothing here.
     path = tmp_path / "times.csv.gz"
     write_rows(path, rows)
-    environment_path(path).write_text(json.dumps({"machine": environment.describe("cpu")[1]}))
+    environment_path(path).write_text(json.dumps({"machine": environment.choice_environment("cpu")[1]}))
     assert of_model("small", small(), X, timed=False, times=path).layers == report.layers
-    environment_path(path).write_text(json.dumps({"machine": {**environment.describe("cpu")[1], "device": "abacus"}}))
+    environment_path(path).write_text(
+        json.dumps({"machine": {**environment.choice_environment("cpu")[1], "device": "abacus"}})
+    )
     with pytest.raises(ValueError, match="no times of this machine, but of abacus"):
         of_model("small", small(), X, timed=False, times=path)
 
@@ -309,7 +311,7 @@ def test_a_layers_own_policy_holds(monkeypatch):
     assert [(one.names, one.algorithm, one.source) for one in report.layers] == [
         (("0",), "winograd4", "model"), (("2",), "direct", "forced"), (("4",), "winograd4", "model"),
     ]  # fmt: skip
-    assert report.left_alone == {"5": "a transposed convolution"}
+    assert report.left_alone == {"5": "It is a transposed convolution; only nn.Conv2d is converted."}
     assert (type(model[0]), type(model[2]), model[2].policy) == (nn.Conv2d, convselect.SelectedConv2d, "direct")
 
 
@@ -332,7 +334,7 @@ def test_names_are_escaped(monkeypatch):
     assert "<script" not in html
     read = Page(html)
     assert read.row(EVIL, "2x3x16x16")
-    assert read.row(EVIL + "2", "a transposed convolution")
+    assert read.row(EVIL + "2", "It is a transposed convolution; only nn.Conv2d is converted.")
     assert EVIL in read.text
 
 

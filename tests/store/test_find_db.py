@@ -1,4 +1,4 @@
-"""MIOpen's find-db: what maps onto a problem is kept, what does not is counted by reason."""
+"""MIOpen's find-db: lines that map onto a problem are kept, others are counted by reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The store: what goes in comes out, whole problems or nothing, whoever writes, whatever the file was before."""
+"""The store: rows come back as they went in, whole problems or nothing, with several writers, on any file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from convselect.cli import store as cli_store
 from convselect.machine.environment import fingerprint, user_cache
 from convselect.measure.rows import Row
 from convselect.model.dataset import read_measurements
-from convselect.store.store import SCHEMA_VERSION, Store, StoreError, export, is_store, pool_mark
+from convselect.store.store import SCHEMA_VERSION, Store, StoreError, export, is_store, pool_fingerprint
 
 
 def test_rows_come_back_as_they_went_in(tmp_path):
@@ -202,8 +202,8 @@ def test_what_is_no_store_is_refused(tmp_path):
 
 
 def test_a_pool_is_named_by_algorithms_and_revisions():
-    assert pool_mark({"a": 1, "b": 2}) == pool_mark({"b": 2, "a": 1})
-    assert len({pool_mark({"a": 1}), pool_mark({"a": 2}), pool_mark({"a": 1, "b": 1})}) == 3
+    assert pool_fingerprint({"a": 1, "b": 2}) == pool_fingerprint({"b": 2, "a": 1})
+    assert len({pool_fingerprint({"a": 1}), pool_fingerprint({"a": 2}), pool_fingerprint({"a": 1, "b": 1})}) == 3
 
 
 def test_the_users_folder(monkeypatch):

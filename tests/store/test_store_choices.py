@@ -1,4 +1,4 @@
-"""Choices in a store: what goes in comes out, unchanged or not at all; bounded; files of other versions."""
+"""Choices in a store: they come back unchanged or not at all; bounds; files of other versions, other disks."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from convselect.store.store import (
     SCHEMA_VERSION,
     BusyStoreError,
     DamagedStoreError,
-    NewerStoreError,
     Store,
-    StoreError,
+    StoreVersionError,
 )
 
 
@@ -29,7 +28,7 @@ def path(tmp_path):
 def test_a_decision_comes_back_as_it_went_in(path):
     with Store(path) as store:
         here = store.environment(HERE)
-        store.decide(here, [A, B, A._replace(budgets="exact 0B", algorithm="direct")])
+        store.put_choices(here, [A, B, A._replace(budgets="exact 0B", algorithm="direct")])
     with Store(path) as store:
         assert store.decision(MARK, P1, "native 8B") == A
         assert store.decision(MARK, P2, "native 8B") == B
@@ -43,8 +42,8 @@ def test_a_decision_comes_back_as_it_went_in(path):
 def test_a_later_decision_replaces_an_earlier_and_can_be_dropped(path):
     with Store(path) as store:
         here = store.environment(HERE)
-        store.decide(here, [A, A._replace(budgets="other")])
-        store.decide(here, [A._replace(algorithm="fft", params=None, gain=float("nan"))])
+        store.put_choices(here, [A, A._replace(budgets="other")])
+        store.put_choices(here, [A._replace(algorithm="fft", params=None, gain=float("nan"))])
         found = store.decision(MARK, P1, "native 8B")
         assert (found.algorithm, found.params, found.gain) == ("fft", None, None)
         assert store.drop(here, P1, "native 8B") == 1
@@ -58,11 +57,11 @@ def test_decisions_are_written_all_or_none(path):
     with Store(path) as store:
         here = store.environment(HERE)
         with pytest.raises(sqlite3.IntegrityError):
-            store.decide(here, [A, B._replace(algorithm=None)])
+            store.put_choices(here, [A, B._replace(algorithm=None)])
         assert store.counts() == (0, 0)
         with pytest.raises(sqlite3.IntegrityError):
-            store.decide(here + 1, [A])
-        store.decide(here, [A])
+            store.put_choices(here + 1, [A])
+        store.put_choices(here, [A])
         assert [one.decision for one in store.decisions()] == [A]
 
 
@@ -70,14 +69,14 @@ def test_one_environment_has_one_fingerprint_whatever_its_description(path):
     with Store(path) as store:
         here = store.environment({"device": "x"}, "mark")
         assert store.environment({"device": "y"}, "mark") == here
-        store.decide(here, [A])
+        store.put_choices(here, [A])
         assert store.decision("mark", P1, "native 8B") == A
         assert store.fingerprints() == {here: "mark"}
 
 
 def test_reading_writes_once_a_day_at_most(path, monkeypatch):
     with Store(path) as store:
-        store.decide(store.environment(HERE), [A, B])
+        store.put_choices(store.environment(HERE), [A, B])
         written = store._db.total_changes
         for _ in range(100):
             store.decision(MARK, P1, "native 8B")
@@ -94,11 +93,11 @@ def test_reading_writes_once_a_day_at_most(path, monkeypatch):
 
 
 def stamped(store, here, count, monkeypatch):
-    """Choices, each used a second after the one before it."""
+    """Enter choices, each used a second after the previous one."""
     for i in range(count):
         time = datetime.datetime(2030, 1, 1) + datetime.timedelta(seconds=i)
         monkeypatch.setattr(choices, "now", lambda time=time: time.isoformat())
-        store.decide(here, [A._replace(problem=numbered(i))])
+        store.put_choices(here, [A._replace(problem=numbered(i))])
 
 
 def test_the_least_recently_used_are_forgotten_first(path, monkeypatch):
@@ -120,7 +119,7 @@ def test_measurements_count_and_go_as_choices_do(path, monkeypatch):
         here, there = store.environment(HERE), store.environment({**HERE, "torch": "9"})
         store.add(here, rows_of(P2, "a", "b", "native"), pool="p")
         store.add_sentinel(there, 0, 1, 1)
-        store.decide(there, [A])
+        store.put_choices(there, [A])
         stamped(store, here, 3, monkeypatch)
         assert store.counts() == (4, 3)
         assert store.prune(environment=there) == 1
@@ -146,23 +145,23 @@ def test_fresh_measurements_do_not_push_choices_out(path, monkeypatch):
 def test_a_bound_in_bytes_makes_the_file_smaller(path, monkeypatch):
     with Store(path) as store:
         here = store.environment(HERE)
-        store.decide(here, [A._replace(problem=numbered(i)) for i in range(5000)])
+        store.put_choices(here, [A._replace(problem=numbered(i)) for i in range(5000)])
         before = store.used_bytes
         assert before > 1_000_000
         store.prune(size_bytes=300_000)
         assert 100_000 < store.used_bytes <= 300_000
         assert store.counts()[0] > 300
-    assert path.stat().st_size <= 400_000  # what the log held has come back
+    assert path.stat().st_size <= 400_000  # the log has been truncated
 
 
 def test_what_is_read_only_is_only_read(path):
     with Store(path) as store:
-        store.decide(store.environment(HERE), [A])
+        store.put_choices(store.environment(HERE), [A])
     before = path.read_bytes()
     with Store(path, read_only=True) as store:
         assert store.decision(MARK, P1, "native 8B") == A
         with pytest.raises(sqlite3.OperationalError, match="readonly"):
-            store.decide(1, [A])
+            store.put_choices(1, [A])
     assert path.read_bytes() == before
     with pytest.raises(FileNotFoundError):
         Store(path.with_name("none"), read_only=True)
@@ -171,67 +170,18 @@ def test_what_is_read_only_is_only_read(path):
 
 # ---- files of other versions, and on other disks ----------------------------------------------------------------
 
-VERSION_1 = """
-create table environment (
-    id integer primary key, fingerprint text not null unique, description text not null, created text not null);
-create table problem (id integer primary key, text text not null unique);
-create table measurement (
-    environment integer not null references environment, problem integer not null references problem,
-    algorithm text not null, revision integer not null, repeat integer not null, pool text not null,
-    block integer not null, model text not null, status text not null, clock text not null,
-    min_us real, median_us real, p20_us real, p80_us real, wall_us real, rounds integer not null,
-    primary key (environment, problem, algorithm, revision, repeat)) without rowid;
-create table sentinel (
-    environment integer not null references environment, block integer not null, before_us real not null,
-    after_us real not null, primary key (environment, block)) without rowid;
-create table choice (
-    environment integer not null references environment, problem integer not null references problem,
-    algorithm text not null, params text, source text not null, gain real, made text not null,
-    primary key (environment, problem)) without rowid;
-pragma application_id = 1668705395;
-pragma user_version = 1;
-"""
 
-
-def version_1(path):
-    db = sqlite3.connect(path)
-    db.executescript(VERSION_1)
-    db.execute("insert into environment values (7, ?, ?, 'then')", (MARK, '{"device": "old"}'))
-    db.execute("insert into problem values (3, ?)", (str(P1),))
-    db.execute("insert into measurement values (7, 3, 'native', 1, 0, 'p', 0, 'net', 'ok', 'thread', 1, 2, 1, 3, 4, 9)")
-    db.commit()
-    db.close()
-
-
-def test_a_store_of_version_1_is_brought_up_to_date(path):
-    version_1(path)
-    with Store(path, read_only=True) as store:
-        assert store.rows()[0].min_us == 1
-        assert store.decision(MARK, P1, "native 8B") is None
-        assert list(store.decisions()) == []
-        assert store._version() == 1
+@pytest.mark.parametrize("read_only", [False, True])
+@pytest.mark.parametrize("version", [1, SCHEMA_VERSION + 1])
+def test_a_store_of_another_version_is_refused_and_not_touched(version, read_only, path):
     with Store(path) as store:
-        assert store._version() == SCHEMA_VERSION == 2
-        assert store.rows()[0].min_us == 1
-        assert store.journal == "wal"
-        store.decide(7, [A])
-        store.add(7, rows_of(P2, "native"), pool="p")
-        assert store.prune(rows=2) == 1
-        assert store.rows()[0].problem == P2  # the old row had never been used
-    with Store(path) as store:
-        assert store.decision(MARK, P1, "native 8B") == A
-        assert store.problems(thorough=True) == []
-
-
-def test_a_migration_is_all_or_nothing(path, monkeypatch):
-    version_1(path)
-    monkeypatch.setattr(store_file, "_CHOICE", store_file._CHOICE + "create table choice (x)")
-    with pytest.raises((StoreError, OSError)):
-        Store(path)
-    monkeypatch.undo()
-    with Store(path) as store:
-        assert store.rows()[0].min_us == 1
-        assert store.counts() == (0, 1)
+        store.put_choices(store.environment(HERE), [A])
+        store._db.execute(f"pragma user_version = {version}")
+    before = path.read_bytes()
+    with pytest.raises(StoreVersionError, match=f"version {version}"):
+        Store(path, read_only=read_only)
+    assert path.read_bytes() == before
+    assert all(not file.stat().st_size or "-shm" in file.name for file in path.parent.iterdir() if file != path)
 
 
 def test_errors_say_what_kind_they_are(path):
@@ -240,13 +190,13 @@ def test_errors_say_what_kind_they_are(path):
         Store(path)
     path.unlink()
     with Store(path) as store:
-        store.decide(store.environment(HERE), [A])
+        store.put_choices(store.environment(HERE), [A])
         store._db.execute("pragma user_version = 99")
-    with pytest.raises(NewerStoreError, match="version 99"):
+    with pytest.raises(StoreVersionError, match="version 99"):
         Store(path)
     with Store(path.with_name("t")) as held, held.writing():
         with Store(held.path, busy_s=0.01) as second, pytest.raises(sqlite3.OperationalError) as locked:
-            second.decide(1, [A])
+            second.put_choices(1, [A])
         assert kind_of(locked.value) == "busy"
     texts = {
         "database is locked": "busy", "database table is locked": "busy", "locking protocol": "other",
@@ -272,7 +222,7 @@ def test_a_file_that_is_locked_whole_is_busy(path):
 
 def test_a_choice_that_was_changed_behind_our_back_is_no_choice(path):
     with Store(path) as store:
-        store.decide(store.environment(HERE), [A, B])
+        store.put_choices(store.environment(HERE), [A, B])
         store._db.execute("update choice set algorithm = 'winograd5' where algorithm = 'winograd4'")
         with pytest.raises(DamagedStoreError, match="not what was written"):
             store.decision(MARK, P1, "native 8B")
@@ -284,7 +234,7 @@ def test_a_choice_that_was_changed_behind_our_back_is_no_choice(path):
 
 def test_pages_are_looked_through_when_a_file_is_first_opened(path):
     with Store(path) as store:
-        store.decide(store.environment(HERE), [A._replace(problem=numbered(i)) for i in range(500)])
+        store.put_choices(store.environment(HERE), [A._replace(problem=numbered(i)) for i in range(500)])
     data = bytearray(path.read_bytes())
     for page in range(3, len(data) // 4096):
         data[page * 4096 : page * 4096 + 8] = b"\xff" * 8
@@ -320,7 +270,7 @@ def test_on_a_network_mount_the_journal_is_rolled_back(path, monkeypatch):
     monkeypatch.setattr(store_file, "on_network", lambda path: True)
     with Store(path) as store:
         assert store.journal == "delete"
-        store.decide(store.environment(HERE), [A])
+        store.put_choices(store.environment(HERE), [A])
     monkeypatch.undo()
     with Store(path) as store:
         assert store.journal == "wal"

@@ -1,4 +1,4 @@
-"""Choices and measurements carried from store to store; what a check finds."""
+"""Choices and measurements from store to store; what `verify` finds."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ THERE = {**HERE, "device": "another"}
 @pytest.fixture
 def filled(tmp_path):
     with Store(tmp_path / "from.sqlite") as store:
-        store.decide(store.environment(HERE), [A, B])
-        store.decide(store.environment(THERE), [A._replace(budgets='a "b", c')])
+        store.put_choices(store.environment(HERE), [A, B])
+        store.put_choices(store.environment(THERE), [A._replace(budgets='a "b", c')])
         yield store
 
 
@@ -30,7 +30,7 @@ def empty(tmp_path):
 
 
 def comparable(store, **changes):
-    """As `contents`, with parameters as text: dictionaries are not hashable."""
+    """A store's choices, as text: dictionaries are not hashable."""
     return {
         (store.fingerprints()[number], str(decision._replace(**changes)), made)
         for number, decision, made, _ in store.decisions()
@@ -48,7 +48,7 @@ def test_choices_are_read_back_as_they_were_written(name, filled, empty, tmp_pat
 
 def test_what_is_there_stays_unless_it_is_to_be_replaced(filled, empty, tmp_path):
     exchange.export_choices(filled, tmp_path / "c.json", environment=1)
-    empty.decide(empty.environment(HERE), [A._replace(algorithm="mine")])
+    empty.put_choices(empty.environment(HERE), [A._replace(algorithm="mine")])
     assert exchange.import_choices(empty, tmp_path / "c.json") == exchange.Taken(choices=1, choices_kept=1)
     assert empty.decision(MARK, P1, A.budgets).algorithm == "mine"
     assert exchange.import_choices(empty, tmp_path / "c.json", replace=True) == exchange.Taken(choices=2)
@@ -122,8 +122,8 @@ def test_stores_are_merged_once_however_often_that_is_asked_for(filled, empty):
 
 def test_of_two_choices_the_later_stays(filled, empty):
     here = empty.environment(HERE)
-    empty.decide(here, [A._replace(algorithm="older")], made=["2001-01-01T00:00:00+00:00"])
-    empty.decide(here, [B._replace(algorithm="newer")], made=["2999-01-01T00:00:00+00:00"])
+    empty.put_choices(here, [A._replace(algorithm="older")], made=["2001-01-01T00:00:00+00:00"])
+    empty.put_choices(here, [B._replace(algorithm="newer")], made=["2999-01-01T00:00:00+00:00"])
     exchange.merge(empty, filled)
     assert empty.decision(MARK, P1, A.budgets).algorithm == A.algorithm
     assert empty.decision(MARK, P2, B.budgets).algorithm == "newer"
@@ -135,10 +135,12 @@ def test_a_check_names_what_is_wrong(empty):
     here = empty.environment(HERE)
     current = BY_NAME["im2col_gemm"].revision
     good = A._replace(algorithm="im2col_gemm", revision=current)
-    empty.decide(here, [good])
+    empty.put_choices(here, [good])
     empty.add(here, rows_of(P2, "was_here_once"), pool="p")  # a measurement may outlive its algorithm
     assert exchange.verify(empty) == {}
-    empty.decide(here, [good._replace(budgets="b", revision=current + 1), good._replace(budgets="c", algorithm="gone")])
+    empty.put_choices(
+        here, [good._replace(budgets="b", revision=current + 1), good._replace(budgets="c", algorithm="gone")]
+    )
     found = exchange.verify(empty)
     assert list(found) == ["unknown algorithms", "old revisions"]
     assert found["unknown algorithms"] == ["gone"]

@@ -1,8 +1,8 @@
 """Many processes on one store, killed at random while they write: what was committed stays, nothing breaks, none hangs.
 
-A worker notes in a file of its own, and makes that durable, which write has been committed; whoever is killed begins
-again behind its last note, once all that it noted was found. `CONVSELECT_TEST_OPERATIONS` sets how many operations each
-of the eight does (the whole proof is 10,000).
+A worker notes in a file of its own, durably, which write has been committed. One that was killed first checks that all
+it noted is there, and then continues after its last note. `CONVSELECT_TEST_OPERATIONS` sets the operations of each of
+the eight workers (the full proof is 10,000).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 
 import pytest
@@ -36,11 +37,11 @@ def problem_of(worker, slot, member=0):
 
 
 def operate(store, here, worker, operation, last):
-    """One read or write; `last` has slot -> operation of the last write to it that was committed. What it wrote."""
+    """One read or write; returns the slot written, or None. `last`: slot -> operation of its last committed write."""
     choice = random.Random(1_000_003 * worker + operation)
     slot, kind = choice.randrange(200), choice.random()
     if kind < 0.4:  # several choices that belong together
-        store.decide(here, [
+        store.put_choices(here, [
             Decision(problem_of(worker, slot, i), "b", "fft", {"operation": operation}, "verify", 1.0, 1, operation)
             for i in range(BATCH)
         ])  # fmt: skip
@@ -56,7 +57,7 @@ def operate(store, here, worker, operation, last):
         seen = [None if one is None else one.samples for one in found]
         assert slot not in last or min(seen) >= last[slot], (slot, seen, last[slot])
         return None
-    # Another's: whole batches, never half of one, and the checksum of every row is looked at on the way.
+    # Another worker's: whole batches, never half of one; reading verifies the checksum of every row.
     other = (worker + 1) % WORKERS
     store._db.execute("begin")
     seen = {
@@ -69,7 +70,7 @@ def operate(store, here, worker, operation, last):
 
 
 def noted(path):
-    """(next operation, slot -> last operation written): what a worker's notes say. An unfinished line is none."""
+    """(next operation, slot -> last operation written), from a worker's notes. An unfinished line does not count."""
     last, operation = {}, -1
     if path.exists():
         for line in path.read_bytes().split(b"\n")[:-1]:
@@ -100,7 +101,7 @@ def work(store_path, notes, worker, operations):
 
 
 def proof(folder, operations, kill, shared_seconds, journal):
-    """Run the workers, forked from this process, killing and restarting them; (kills, seconds, committed writes)."""
+    """Run the workers, forked from this process, killing and restarting them; returns (kills, seconds, writes)."""
     store_file.on_network = lambda path: journal == "delete"
     path = folder / "s.sqlite"
     Store(path).close()
@@ -196,8 +197,6 @@ def test_eight_processes_read_and_write_while_they_are_killed(how, journal, tmp_
 
 def test_eight_threads_read_and_write(tmp_path):
     """Each with a connection of its own."""
-    import threading
-
     path, errors = tmp_path / "s.sqlite", []
 
     def run(worker):
@@ -219,3 +218,24 @@ def test_eight_threads_read_and_write(tmp_path):
             for slot, operation in noted(tmp_path / f"notes-{worker}")[1].items():
                 if slot < 1000:
                     assert store.decision(MARK, problem_of(worker, slot), "b").samples == operation
+
+
+def test_threads_make_one_new_store_together(tmp_path):
+    """Whoever finds the tables that another made a moment ago also finds their version."""
+    errors = []
+
+    def make(path, together):
+        together.wait()
+        try:
+            Store(path).close()
+        except Exception as error:
+            errors.append(error)
+
+    for i in range(30):
+        together = threading.Barrier(WORKERS)
+        threads = [threading.Thread(target=make, args=(tmp_path / f"{i}.sqlite", together)) for _ in range(WORKERS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert errors == []

@@ -10,22 +10,21 @@ from pathlib import Path
 import fresh
 import pytest
 import torch
-from _toy_space import Toy, problems, programs, recorded, time_us
+from _toy_space import Toy, problems, programs, time_us
 from typer.testing import CliRunner
 
 from convselect.choice.choose import NATIVE
-from convselect.cli.main import main
+from convselect.cli import main
 from convselect.kernels._contract import Algorithm, Grade
 from convselect.kernels._space import Parameter, Space
 from convselect.kernels.pool import BY_NAME
 from convselect.problem import conv_problem
 from convselect.store import process as store_process
 from convselect.store.store import Store
-from convselect.tune import tuning
 from convselect.tune.cost_model import CostModel
 from convselect.tune.programs import Program, Programs
-from convselect.tune.records import Log, Measured, beside, read_recorded, write_recorded
-from convselect.tune.runner import Live, Replay, Verdict, params_of
+from convselect.tune.records import Log, Measured
+from convselect.tune.runner import Live, Verdict, params_of
 from convselect.tune.tuning import Tuning
 
 P = problems()[0]
@@ -77,18 +76,6 @@ def test_what_is_wrong_is_never_the_best_nor_measured_again():
     assert search.tasks[0].default_us == time_us(P, Program(NATIVE))  # what runs where the default fails
 
 
-def test_replay_finds_what_was_recorded():
-    of = [recorded(p, 150, seed=i) for i, p in enumerate(problems()[:2])]
-    search = Tuning(tuning.replayed(of), Replay(of), model=CostModel(trees=60), batch=8)
-    search.run(trials=120)
-    for i, (one, task) in enumerate(zip(of, search.tasks, strict=True)):
-        assert set(task.search.times_us) <= set(one.times_us)
-        assert task.best_us < 1.06 * min(one.times_us.values())
-        verdict = search.confirm(i)
-        assert verdict.program == task.search.best
-        assert verdict.speedup == pytest.approx(one.times_us[one.chosen] / task.best_us)
-
-
 # ---- files ------------------------------------------------------------------------------------------------------
 
 
@@ -130,28 +117,6 @@ def test_a_search_goes_on_where_an_earlier_one_was_killed(tmp_path):
     measured = {task.problem: task.search.measured for task in first.tasks}
     assert not [program for problem, program in toy.ran if program in measured[problem]]
     assert Tuning(prepared(), Toy(), log=log, resume=False).resumed == 0
-
-
-@pytest.mark.parametrize("name", ["times.csv", "times.csv.gz"])
-def test_recorded_times_are_read_as_they_were_written(tmp_path, name):
-    of = [recorded(p, 20) for p in problems()[:2]]
-    of[0].measured[Program("other", (("packed", 0), ("rows", 1), ("columns", 1), ("depth", 1), ("ahead", 1)))] = (
-        Measured(Program("other", (("packed", 0), ("rows", 1), ("columns", 1), ("depth", 1), ("ahead", 1))), "wrong")
-    )
-    write_recorded(tmp_path / name, of, {"environment": {"device": "here"}})
-    got = read_recorded(tmp_path / name)
-    assert [(g.problem, g.calls, g.chosen, list(g.measured)) for g in got] == [
-        (o.problem, o.calls, o.chosen, list(o.measured)) for o in of
-    ]
-    assert got[0].measured.keys() - got[0].times_us.keys() == {list(of[0].measured)[-1]}
-    for a, b in zip(got, of, strict=True):
-        assert a.times_us == {p: pytest.approx(us, abs=0.01) for p, us in b.times_us.items()}
-        spaces = a.programs().spaces
-        assert {p.name: p.kind for p in spaces["blocked"].parameters}["packed"] == "structure"
-    assert json.loads(beside(tmp_path / name).read_text())["environment"] == {"device": "here"}
-    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
-    with pytest.raises(ValueError, match="no recorded programs"):
-        read_recorded(tmp_path / "other.csv")
 
 
 # ---- measuring here ---------------------------------------------------------------------------------------------
@@ -289,7 +254,7 @@ for policy in ("auto", "verify", "measure"):
         y = convselect.conv2d(x, layer.weight, layer.bias, padding=1)
     assert torch.allclose(y, torch.conv2d(x, layer.weight, layer.bias, padding=1), atol=1e-5)
     settings = convselect.settings._changed(convselect.settings.current(), policy)
-    choice = convselect.eager.dispatch.choice_for(P, settings)
+    choice = convselect.eager.resolve.choice_for(P, settings)
     out.append([choice.algorithm, choice.source, choice.params and dict(choice.params), list(ran)])
 print(json.dumps(out))
 """

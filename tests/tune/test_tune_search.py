@@ -15,7 +15,7 @@ from convselect.kernels.pool import BY_NAME
 from convselect.problem import conv_problem
 from convselect.tune import evolution
 from convselect.tune.cost_model import CostModel
-from convselect.tune.programs import Program, Programs, RecordedPrograms
+from convselect.tune.programs import Program, Programs
 from convselect.tune.search import Evolution, Search
 from convselect.tune.tuning import Tuning
 
@@ -135,25 +135,6 @@ def test_evolution_climbs_what_it_is_told():
     assert len(asked) < len(times) / 4
     assert [times[p] for p in found] == pytest.approx(sorted(times[p] for p in found))
     assert not set(evolution.evolve(ALL, score, source, start, exclude=found[:5], generations=1)) & set(found[:5])
-
-
-def test_recorded_programs_stand_for_those_that_are_not():
-    one = recorded(P, 60)
-    few = one.programs()
-    source = random.Random(0)
-    assert few.defaults()[0] == Program(NATIVE)
-    assert few.default("blocked") == ALL.default("blocked")
-    for _ in range(50):
-        wanted = ALL.sample(source)
-        got = few.settle(wanted)
-        assert got in one.measured
-        assert got.algorithm == wanted.algorithm
-        assert few.settle(got) == got
-        assert few.sample(source) in one.measured
-    assert few.settle(Program("elsewhere")) is None
-    near = ALL.default("blocked").values
-    assert few.settle(ALL.made("blocked", near)) == ALL.default("blocked")
-    assert RecordedPrograms(P, [Program(NATIVE)]).sample(source) is None
 
 
 def run(strategy: str, seed: int, trials: int = 64, of=None) -> Tuning:

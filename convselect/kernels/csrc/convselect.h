@@ -5,7 +5,7 @@
  * compiled for that instruction set, returns one of the codes below, and touches nothing but its operands, its result
  * and the calling threads' own scratch memory: calls from several threads do not meet.
  *
- * Results do not depend on how many threads OpenMP delivers: work is divided by output elements, and where a sum is
+ * Results do not depend on how many threads OpenMP delivers: work is divided by output elements, and if a sum is
  * divided, by a number that only the problem and `conv->threads` decide.
  */
 #ifndef CONVSELECT_H
@@ -14,7 +14,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define CS_ABI 4 /* raised with every change of a struct or a signature; the loader compares */
+#define CS_ABI 5 /* raised with every change of a struct or a signature; the loader compares */
 
 /* NONFINITE: done, but the result holds an infinity or a NaN that a transform may have spread to its neighbours. */
 enum { CS_OK = 0, CS_NO_MEMORY = 1, CS_UNSUPPORTED = 2, CS_NONFINITE = 3 };
@@ -33,7 +33,7 @@ typedef struct {
     int32_t x_layout;      /* of x and of grad_x */
     int32_t y_layout;      /* of y and of grad_y */
     int32_t weight_layout; /* of weight and of grad_weight */
-    int32_t threads;       /* at most so many are used */
+    int32_t threads;       /* at most this many are used */
     int32_t isa;           /* one of CS_ISA_*, at most cs_best_isa() */
     int32_t reserved;
     int32_t tune[8]; /* parameters of the kernel, in the slots named below; 0: its own choice */
@@ -83,7 +83,7 @@ CS_EXPORT uint64_t cs_sum(const void *words, int64_t count);
 /* y (N, C) = the mean over the pixels of x (N, pixels, C). */
 CS_EXPORT void cs_mean(const float *x, int64_t N, int64_t pixels, int64_t C, float *y);
 
-/* One layer of a small network: target = matrix x source, negative results replaced by 0 where `rectified`.
+/* One layer of a small network: target = matrix x source, negative results replaced by 0 if `rectified`.
  * matrix is [columns][padded], padded the rows rounded up to CS_LAYER_ROWS; `rows` floats of target are written. */
 #define CS_LAYER_ROWS 16
 typedef struct {

@@ -23,11 +23,13 @@
     X(cs_direct, CS_OPERANDS, CS_PASS)      \
     X(cs_fft, CS_TRANSFORM, CS_TRANSFORM_PASS)
 
-/* Bytes of scratch memory that a call would take, all threads together; negative where the kernel does not apply. */
+/* Bytes of scratch memory that a call would take, all threads together; negative if the kernel does not apply. */
 #define CS_QUERIES(X)                                                  \
     X(cs_winograd_bytes, (const cs_conv *conv, int32_t m), (conv, m)) \
     X(cs_fft_bytes, (const cs_conv *conv, int32_t length), (conv, length)) \
     X(cs_direct_bytes, (const cs_conv *conv), (conv))                 \
+    X(cs_depthwise_bytes, (const cs_conv *conv), (conv))              \
+    X(cs_grouped_bytes, (const cs_conv *conv), (conv))                \
     X(cs_direct_packed_bytes, (const cs_conv *conv), (conv))          \
     X(cs_depthwise_packed_bytes, (const cs_conv *conv), (conv))
 

@@ -71,6 +71,16 @@ static void make_key(void) { has_key = pthread_key_create(&key, free_arena) == 0
 #define CS_EXACT 1
 #endif
 
+/* Whole huge pages for what is large: walking page tables shows in the transforms. */
+#define CS_HUGE_PAGE ((size_t)2 << 20)
+
+static size_t page_for(size_t bytes) { return bytes < CS_HUGE_PAGE / 8 ? 4096 : CS_HUGE_PAGE; }
+
+size_t cs_scratch_rounded(size_t bytes) {
+    size_t page = page_for(bytes);
+    return bytes == 0 ? page : (bytes + page - 1) / page * page;
+}
+
 void *cs_scratch(int slot, size_t bytes) {
     arena *a = own;
     if (a == NULL) {
@@ -87,9 +97,7 @@ void *cs_scratch(int slot, size_t bytes) {
     if (a->bytes[slot] >= bytes && bytes > 0) return a->memory[slot];
     drop(a, slot);
     if (bytes > SIZE_MAX / 2) return NULL;
-    /* Whole huge pages for what is large: walking page tables shows in the transforms. */
-    size_t huge = (size_t)2 << 20, alignment = bytes < huge / 8 ? 4096 : huge;
-    size_t rounded = bytes == 0 ? alignment : (bytes + alignment - 1) / alignment * alignment;
+    size_t alignment = page_for(bytes), rounded = cs_scratch_rounded(bytes);
 #endif
     if (posix_memalign(&a->memory[slot], alignment, rounded) != 0) {
         a->memory[slot] = NULL;

@@ -28,21 +28,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from convselect.kernels._common import strides, why_not_depthwise
 from convselect.kernels._contract import Grade, Params
-from convselect.kernels.triton import launch as triton_launch
+from convselect.kernels.triton import launch as launcher
 from convselect.kernels.triton.launch import SPLIT_ELEMENTS, Launch, TritonAlgorithm, Value
 from convselect.problem import CHANNELS_LAST, STRIDED, ConvProblem, Direction
 
 MOST_TAPS = 11
 """Rows or columns of a filter. Above, sums of a row no longer fit into registers, and tensor cores win."""
 MOST_STRIDE = 16
-"""In backward data, where a tile covers a period of the stride."""
+"""Largest stride in backward data, in which a tile covers a period of the stride."""
+_WHAT = "The Triton depthwise kernel"
 MODULE = "convselect.kernels.triton.depthwise_kernels"
 
 _WARP = 32
 _SMS = 132
 _ENOUGH_LANES = _SMS * 512
-"""Fewer do not hide the latency of memory; where a problem has fewer, smaller tiles are better."""
+"""Fewer do not hide the latency of memory; if a problem has fewer, smaller tiles are better."""
 _ENOUGH_PARTS = 32
 """Warps per multiprocessor that a weight gradient is split into: two or three times those that fit at once."""
 _FEWEST_STEPS = 4
@@ -78,23 +80,23 @@ class DepthwiseTriton(TritonAlgorithm):
 
     def why_not_shape(self, problem: ConvProblem) -> str | None:
         p = problem
-        if not p.is_depthwise:
-            return "not a depthwise convolution (one input channel per group)"
+        if (reason := why_not_depthwise(_WHAT, p)) is not None:
+            return reason
         if max(p.R, p.S) > MOST_TAPS:
-            return f"more than {MOST_TAPS} rows or columns of the filter"
+            return f"{_WHAT} needs a filter of at most {MOST_TAPS}x{MOST_TAPS}; this one is {p.R}x{p.S}."
         if p.direction == Direction.BACKWARD_DATA and max(p.stride) > MOST_STRIDE:
-            return f"a gradient of the input at a stride over {MOST_STRIDE}"
+            return f"{_WHAT} needs strides of at most {MOST_STRIDE} for a data gradient; this one has {strides(p)}."
         if max(p.N * p.C * p.H * p.W, p.N * p.K * p.P * p.Q) >= 2**33:
-            return "more than 2**33 elements"
+            return f"{_WHAT} needs tensors of fewer than 2**33 elements; one has more."
         return None
 
     def error_grade(self, problem: ConvProblem) -> Grade:
         return Grade.DIRECT
 
-    def workspace_bytes(self, problem: ConvProblem) -> int:
+    def workspace_bytes(self, problem: ConvProblem, params: Params = None) -> int:
         """Copies of operands in other layouts, the weight by taps, and the partial sums. The layout of grad_y in a
         weight gradient is not known: taken to be another one. Operands that do not begin at a multiple of 16 bytes,
-        which views may do, are copied besides."""
+        as those of views may, are copied as well."""
         p = problem
         streamed = p.y_bytes if p.direction == Direction.BACKWARD_DATA else p.x_bytes
         copied = streamed if p.layout == STRIDED else 0
@@ -105,12 +107,12 @@ class DepthwiseTriton(TritonAlgorithm):
     # ---- configurations ---------------------------------------------------------------------------------------------
 
     def configs(self, problem: ConvProblem) -> list[dict[str, Any]]:
-        """Those that fit into registers, by estimated instructions for the whole problem; where it is too small to fill
+        """Those that fit into registers, by estimated instructions for the whole problem; if it is too small to fill
         the GPU, by those of one thread."""
         costs = {"gather_nhwc": self._cost_nhwc, "gather_nchw": self._cost_nchw, "weight_nhwc": self._cost_weight_nhwc,
                  "weight_nchw": self._cost_weight_nchw}  # fmt: skip
         kernel = self._kernel(problem)
-        shipped = triton_launch.configurations(self.name, kernel)
+        shipped = launcher.configurations(self.name, kernel)
         judged = [(*costs[kernel](problem, config), index) for index, config in enumerate(shipped)]
         fitting = [j for j in judged if j[0] <= _REGISTERS] or [min(judged)]
         return [shipped[index] for _, _, index in sorted(fitting, key=lambda j: j[1:])]
@@ -254,7 +256,7 @@ class DepthwiseTriton(TritonAlgorithm):
 
     @staticmethod
     def _rows_at_once(p: ConvProblem, sums: int, V: int) -> int:
-        """Rows of the filter whose sums one program holds, so many that its parts are alike."""
+        """Rows of the filter whose sums one program holds: a number that makes its parts alike."""
         groups = _over(p.R, max(1, sums // (p.S * V)))
         return _over(p.R, groups)
 
@@ -280,7 +282,7 @@ class DepthwiseTriton(TritonAlgorithm):
 
     @staticmethod
     def _blocks(c: dict[str, Value], p: ConvProblem) -> tuple[int, int]:
-        """Of a weight gradient: programs per part, and blocks of outputs to go round among the parts."""
+        """For a weight gradient: programs per part, and blocks of outputs that the parts share."""
         groups = _over(p.R, int(c["RT"]))
         tiles = _over(p.Q, int(c["TQ"]))
         if "BX" in c:
@@ -331,7 +333,7 @@ class DepthwiseTriton(TritonAlgorithm):
         weight = weight.reshape(p.K, p.R * p.S)
         if p.layout == CHANNELS_LAST:
             weight = weight.t()
-        triton_launch.run(launch, _dense(src, p), triton_launch.aligned(weight.contiguous()), out)
+        launcher.run(launch, _dense(src, p), launcher.aligned(weight.contiguous()), out)
         return out
 
     def backward_weight(self, x: Tensor, grad_y: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
@@ -340,8 +342,8 @@ class DepthwiseTriton(TritonAlgorithm):
         parts = dict(total.constants)["PARTS"]
         partial = torch.empty((int(parts), p.R * p.S, p.K), dtype=sum_type, device=x.device)
         out = torch.empty(p.weight_shape, dtype=x.dtype, device=x.device)
-        triton_launch.run(products, _dense(x, p), _dense(grad_y, p), partial)
-        triton_launch.run(total, partial, out)
+        launcher.run(products, _dense(x, p), _dense(grad_y, p), partial)
+        launcher.run(total, partial, out)
         return out
 
 
@@ -360,7 +362,7 @@ def _format(p: ConvProblem) -> torch.memory_format:
 
 
 def _dense(t: Tensor, p: ConvProblem) -> Tensor:
-    return triton_launch.aligned(t.contiguous(memory_format=_format(p)))
+    return launcher.aligned(t.contiguous(memory_format=_format(p)))
 
 
 ALGORITHMS = (DepthwiseTriton(),)

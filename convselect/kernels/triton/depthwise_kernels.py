@@ -60,7 +60,7 @@ def gather_nhwc(
     TQ: tl.constexpr, V: tl.constexpr, CI: tl.constexpr, BH: tl.constexpr, LANES: tl.constexpr, UNROLL: tl.constexpr,
     WIDE: tl.constexpr, ACC64: tl.constexpr,
 ):  # fmt: skip
-    """Forward, or backward data with BACK, of channels-last images; `weight` is (R, S, K). V is 1 where M is not.
+    """Forward, or backward data with BACK, of channels-last images; `weight` is (R, S, K). V is 1 if M is not.
 
     A lane computes TQ neighbouring outputs of V channels. Lanes are numbered, from the fastest: CI vectors of channels,
     BH rows, the tiles of a row, other channels, other rows of all images. Axis y of the grid with BACK: rows of one

@@ -25,7 +25,7 @@ tap, input), which a channels_last weight is in memory. Results are written in e
 Source of the implicit product: Chetlur et al., "cuDNN: Efficient Primitives for Deep Learning", 2014; phases are the
 sub-pixel form of Shi et al., "Real-Time Single Image and Video Super-Resolution", CVPR 2016, in reverse.
 
-Expected of an H100, by arithmetic and not measured: 40 to 60 % of the tensor cores' peak in 16 bit where channels fill
+Expected of an H100, by arithmetic and not measured: 40 to 60 % of the tensor cores' peak in 16 bit if channels fill
 the tiles, which is no more than cuDNN has there. The gain is to come from where cuDNN leaves its fast kernels: 2**31
 elements, dilation, 1xN, batch 1, strided gradients, float32 without TF32 (three products, and still twice the float32
 units), float64.
@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 
 from convselect.kernels._contract import Grade, Params
-from convselect.kernels.triton import launch
+from convselect.kernels.triton import launch as launcher
 from convselect.kernels.triton.launch import Launch, TritonAlgorithm, Value
 from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction, canonical_strides
 
@@ -49,13 +49,13 @@ _MODULE = "convselect.kernels.triton.direct_kernels"
 SPLIT_BYTES = 64 << 20
 """Most that partial sums take."""
 MOST_SPLITS = 32
-"""Of the inner dimension, in forward and backward data."""
+"""Most parts of the inner dimension, in forward and backward data."""
 _WASTE = 4
-"""A configuration that is expected to take so many times as long as the best is not offered."""
+"""A configuration that is expected to take this many times as long as the best is not offered."""
 _PROGRAM_NS, _DESCRIPTOR_NS, _LAUNCH_NS = 500, 1000, 3000
 """Assumed for filling and draining a program's pipeline, for its tensor descriptors, and for one more kernel."""
 _DESCRIPTOR_GAIN = 1.25
-"""How much faster tensor cores are assumed to be fed where no addresses are computed."""
+"""How much faster tensor cores are assumed to be fed if no addresses are computed."""
 
 
 def _ceil(a: int, b: int) -> int:
@@ -66,10 +66,10 @@ def shipped(p: ConvProblem) -> list[dict[str, Any]]:
     """All configurations for this direction and element type."""
     kind = "" if p.element_bytes == 2 else f"_{p.dtype}"
     if p.direction == Direction.BACKWARD_WEIGHT:
-        return launch.configurations("direct_triton", f"weight_gradient{kind}")
-    found = launch.configurations("direct_triton", f"gather{kind}")
-    if launch.architecture() >= 90 and p.dtype != "float64":
-        found = found + launch.configurations("direct_triton", f"gather_descriptor{kind}")
+        return launcher.configurations("direct_triton", f"weight_gradient{kind}")
+    found = launcher.configurations("direct_triton", f"gather{kind}")
+    if launcher.architecture() >= 90 and p.dtype != "float64":
+        found = found + launcher.configurations("direct_triton", f"gather_descriptor{kind}")
     return found
 
 
@@ -92,13 +92,13 @@ def _out_layout(p: ConvProblem) -> str:
 
 
 def _multiprocessors() -> int:
-    return 108 if launch.architecture() < 90 else 132
+    return 108 if launcher.architecture() < 90 else 132
 
 
 def _turn_ns(p: ConvProblem, m: int, n: int, k: int, gain: float = 1) -> float:
     """What one multiprocessor is assumed to take for one step of an (m x k) times (k x n) product: half of its tensor
     cores' peak, or its share of 5.5 TB/s from L2."""
-    peak = 1500.0 if launch.architecture() < 90 else 3000.0
+    peak = 1500.0 if launcher.architecture() < 90 else 3000.0
     flops_per_ns = peak / (1 if p.element_bytes == 2 else 12 if p.dtype == "float64" else 2 if p.tf32 else 6)
     return max(2 * m * n * k / (gain * flops_per_ns), (m + n) * k * p.element_bytes / 42)
 
@@ -109,16 +109,16 @@ class DirectTriton(TritonAlgorithm):
     def why_not_shape(self, problem: ConvProblem) -> str | None:
         p = problem
         if p.groups != 1:
-            return "a grouped convolution"
+            return "The Triton direct kernel needs one group; this is a grouped convolution."
         pixels = p.N * max((p.H + p.stride_h) * (p.W + p.stride_w), p.P * p.Q)
         if max(2 * pixels, (p.K + 8) * (p.C + 8) * p.R * p.S) >= 2**31:
-            return "more than 2**30 pixels or 2**31 weights: its indices do not count so far"
+            return "The Triton direct kernel needs fewer than 2**30 pixels and 2**31 weights."
         return None
 
     def error_grade(self, problem: ConvProblem) -> Grade:
         return Grade.DIRECT
 
-    def workspace_bytes(self, problem: ConvProblem) -> int:
+    def workspace_bytes(self, problem: ConvProblem, params: Params = None) -> int:
         """Copies of operands in other layouts or with channels that do not fill 8 bytes, and partial sums. A weight
         gradient's problem does not say in which layout grad_y comes: taken to be that of x. Nor does one say where
         operands begin: taken to be at multiples of 16 bytes."""
@@ -138,7 +138,7 @@ class DirectTriton(TritonAlgorithm):
         """Sorted by the time that `_Gather` and `_Gradient` expect; those that take four times the best's are left
         out."""
         p = problem
-        limit = launch.shared_memory_bytes()
+        limit = launcher.shared_memory_bytes()
         plans: list[_Gather] | list[_Gradient]
         if p.direction == Direction.BACKWARD_WEIGHT:
             plans = [_Gradient(p, config) for config in shipped(p)]
@@ -181,26 +181,26 @@ class DirectTriton(TritonAlgorithm):
 
 
 def _run(launches: tuple[Launch, ...], p: ConvProblem, a: Tensor, b: Tensor) -> Tensor:
-    """Launch on prepared operands, through a buffer of partial sums where there is a second launch."""
+    """Launch on prepared operands, through a buffer of partial sums if there is a second launch."""
     layout = torch.channels_last if _out_layout(p) == CHANNELS_LAST else torch.contiguous_format
     out = torch.empty(p.result_shape, dtype=a.dtype, device=a.device, memory_format=layout)
     if len(launches) == 1:
-        launch.run(launches[0], a, b, out)
+        launcher.run(launches[0], a, b, out)
         return out
     splits = dict(launches[1].constants)["SPLITS"]
     assert isinstance(splits, int)
     kind = torch.float64 if p.dtype == "float64" else torch.float32
     partial = torch.empty(splits * out.numel(), dtype=kind, device=a.device)
-    launch.run(launches[0], a, b, partial)
-    launch.run(launches[1], partial, out)
+    launcher.run(launches[0], a, b, partial)
+    launcher.run(launches[1], partial, out)
     return out
 
 
 def _nhwc(t: Tensor, channels: int) -> Tensor:
-    """The (N, C, H, W) tensor in channels_last, with so many channels, those beyond C zero."""
+    """The (N, C, H, W) tensor in channels_last, with `channels` channels, those beyond C zero."""
     N, C, H, W = t.shape
     if channels == C:
-        return launch.aligned(t.contiguous(memory_format=torch.channels_last))
+        return launcher.aligned(t.contiguous(memory_format=torch.channels_last))
     wide = t.new_empty((N, H, W, channels)).permute(0, 3, 1, 2)
     wide[:, :C] = t
     wide[:, C:] = 0
@@ -308,7 +308,7 @@ class _Gather:
             SOURCE_H=self.source_h, SOURCE_W=self.source_w, CHANNELS=self.channels,
             OUT_H=self.out_h, OUT_W=self.out_w, OUT_CHANNELS=self.out_channels,
             OUT_STRIDE_N=strides[0], OUT_STRIDE_C=strides[1], OUT_STRIDE_H=strides[2], OUT_STRIDE_W=strides[3],
-            SPLITS=self.splits, OUT_SIZE=self.size, WIDE=max(read, self.splits * self.size) >= launch.SPLIT_ELEMENTS,
+            SPLITS=self.splits, OUT_SIZE=self.size, WIDE=max(read, self.splits * self.size) >= launcher.SPLIT_ELEMENTS,
             BLOCK_N=self.n, BLOCK_K=self.k, GROUP=8 if self.tiles > 8 else 1,
         )  # fmt: skip
         constants = self._descriptor_constants() if self.descriptor else self._pointer_constants()
@@ -358,7 +358,7 @@ class _Gradient:
         self.splits = _ceil(self.chunks, self.turns)
 
     def _possible_turns(self) -> list[int]:
-        """Of one program, such that programs fill one to four rounds."""
+        """Turns of one program, such that programs fill one to four rounds."""
         most = min(self.chunks // 2, SPLIT_BYTES // (self.size * max(4, self.p.element_bytes)))
         per_round = max(1, _multiprocessors() // self.tiles)
         return [_ceil(self.chunks, max(1, min(most, per_round * rounds))) for rounds in (0, 1, 2, 3, 4)]
@@ -392,7 +392,7 @@ class _Gradient:
             PIXELS=p.N * p.P * p.Q, P=p.P, Q=p.Q, H=p.H, W=p.W,
             C=p.C, CHANNELS=self.channels, K=p.K, OUT_CHANNELS=self.out_channels,
             OUT_STRIDE_K=k, OUT_STRIDE_C=c, OUT_STRIDE_TAP=tap, OUT_SIZE=self.size, TURNS=self.turns,
-            WIDE=max(read, self.splits * self.size) >= launch.SPLIT_ELEMENTS,
+            WIDE=max(read, self.splits * self.size) >= launcher.SPLIT_ELEMENTS,
             BLOCK_M=self.m, BLOCK_N=self.n, BLOCK_J=self.j, **_geometry(p),
         )  # fmt: skip
         grid = (self.tiles * self.splits, 1, 1)
@@ -423,7 +423,7 @@ def _launch(
     p: ConvProblem, kernel: str, grid: tuple[int, int, int], constants: dict[str, Value], config: dict[str, Any],
     splits: int,
 ) -> Launch:  # fmt: skip
-    constants = constants | dict(DOUBLE=p.dtype == "float64", PRECISION=launch.dot_precision(p))
+    constants = constants | dict(DOUBLE=p.dtype == "float64", PRECISION=launcher.dot_precision(p))
     pointers = (p.dtype, p.dtype, p.dtype if splits == 1 else _partial_kind(p))
     return Launch(
         _MODULE, kernel, grid, pointers, tuple(constants.items()), config["num_warps"], config["num_stages"],
@@ -439,7 +439,7 @@ def _with_sum(first: Launch, p: ConvProblem, splits: int, size: int) -> tuple[La
     rows = min(32, 1 << (splits - 1).bit_length())
     block = 2048 // rows
     constants: dict[str, Value] = dict(
-        SPLITS=splits, SIZE=size, WIDE=splits * size >= launch.SPLIT_ELEMENTS, DOUBLE=p.dtype == "float64",
+        SPLITS=splits, SIZE=size, WIDE=splits * size >= launcher.SPLIT_ELEMENTS, DOUBLE=p.dtype == "float64",
         BLOCK_SPLITS=rows, BLOCK=block,
     )  # fmt: skip
     pointers = (_partial_kind(p), p.dtype)

@@ -1,7 +1,7 @@
 """Triton kernels of direct_triton.py; how work is divided is explained there.
 
 Activations are NHWC with CHANNELS per pixel, weights are matrices of (output channel) x (tap, source channel). Sizes
-are constants, so the compiler sees what they are divisible by, and loads 16 bytes at once where it may. FLAT says that
+are constants, so the compiler sees what they are divisible by, and loads 16 bytes at once if it may. FLAT says that
 a block of the inner dimension may span taps; else its tap is a scalar, and what depends on it costs nearly nothing.
 """
 
@@ -61,7 +61,7 @@ def gather(
 ):  # fmt: skip
     """Forward: source x, out y. Backward data: source grad_y, out grad_x, one phase of the stride per program.
 
-    A unit is an output pixel; backward, one of a phase. With SPLITS, out holds so many partial sums of everything.
+    A unit is an output pixel; backward, one of a phase. With SPLITS, out holds SPLITS partial sums of everything.
     """
     blocks: tl.constexpr = (PIXELS + BLOCK_M - 1) // BLOCK_M
     tiles: tl.constexpr = (OUT_CHANNELS + BLOCK_N - 1) // BLOCK_N

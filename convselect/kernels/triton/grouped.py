@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from convselect.kernels._contract import Grade, Params
-from convselect.kernels.triton import launch as triton_launch
+from convselect.kernels.triton import launch as launcher
 from convselect.kernels.triton.launch import Launch, TritonAlgorithm, Value
 from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction, canonical_strides
 
@@ -49,7 +49,7 @@ SPLIT_BYTES = 64 << 20
 _PROGRAMS_PER_SM = 4
 """Programs of a weight gradient per multiprocessor that pixels are divided for."""
 _WASTE = 4
-"""A configuration that is expected to take so many times as long as the best is not offered."""
+"""A configuration that is expected to take this many times as long as the best is not offered."""
 
 
 def _ceil(a: int, b: int) -> int:
@@ -60,12 +60,12 @@ def shipped(p: ConvProblem) -> list[dict[str, Any]]:
     """All configurations for this direction and element type. Those of float32 are smaller: three products in place of
     one need many registers, and in the weight gradient WGMMA has float32 loaded 4 bytes at a time if pipelined."""
     kernel = "weight_gradient" if p.direction == Direction.BACKWARD_WEIGHT else "gather"
-    return triton_launch.configurations("grouped_triton", kernel + ("_float32" if p.dtype == "float32" else ""))
+    return launcher.configurations("grouped_triton", kernel + ("_float32" if p.dtype == "float32" else ""))
 
 
 def _pack(groups: int, inputs: int, outputs: int, most_inputs: int, most_outputs: int, element_bytes: int) -> int:
-    """How many groups of so many input and output channels a tile takes: one if a single group fills it, else as many
-    as fit, or somewhat fewer where packs then begin at multiples of 16 bytes."""
+    """How many groups of `inputs` and `outputs` channels a tile takes: one if a single group fills it, else as many
+    as fit, or somewhat fewer if packs then begin at multiples of 16 bytes."""
     most = min(groups, most_inputs // inputs, most_outputs // outputs)
     if most <= 1 or most == groups:
         return max(1, most)
@@ -81,11 +81,11 @@ def _out_layout(p: ConvProblem) -> str:
 
 
 def _wide(p: ConvProblem) -> bool:
-    return max(p.N * p.C * p.H * p.W, p.N * p.K * p.P * p.Q) >= triton_launch.SPLIT_ELEMENTS
+    return max(p.N * p.C * p.H * p.W, p.N * p.K * p.P * p.Q) >= launcher.SPLIT_ELEMENTS
 
 
 def _multiprocessors() -> int:
-    return 108 if triton_launch.architecture() < 90 else 132
+    return 108 if launcher.architecture() < 90 else 132
 
 
 def _turn_ns(p: ConvProblem, m: int, n: int, k: int, stages: int) -> float:
@@ -110,20 +110,20 @@ class GroupedTriton(TritonAlgorithm):
     def why_not_shape(self, problem: ConvProblem) -> str | None:
         p = problem
         if p.groups == 1:
-            return "not a grouped convolution"
+            return "The Triton grouped kernel needs several groups; this is not a grouped convolution."
         if p.is_depthwise:
-            return "depthwise: with one input channel per group there is nothing to sum over"
+            return "The Triton grouped kernel needs several input channels per group; this convolution is depthwise."
         if p.dtype not in _DTYPES:
-            return f"tensor cores sum in float32, which is not enough for {p.dtype}"
+            return f"The Triton grouped kernel computes on tensor cores in float32; this problem is in {p.dtype}."
         pixels = p.N * max((p.H + p.stride_h) * (p.W + p.stride_w), p.P * p.Q)
         if max(2 * pixels, p.K * (p.C // p.groups) * p.R * p.S) >= 2**31:
-            return "more than 2**30 pixels or 2**31 weights: its indices do not count so far"
+            return "The Triton grouped kernel needs fewer than 2**30 pixels and 2**31 weights."
         return None
 
     def error_grade(self, problem: ConvProblem) -> Grade:
         return Grade.DIRECT
 
-    def workspace_bytes(self, problem: ConvProblem) -> int:
+    def workspace_bytes(self, problem: ConvProblem, params: Params = None) -> int:
         """Copies in NHWC of operands in other layouts, and partial sums. A weight gradient's problem does not say in
         which layout grad_y comes: taken to be that of x. Nor does one say where operands begin: taken to be at
         multiples of 16 bytes."""
@@ -141,7 +141,7 @@ class GroupedTriton(TritonAlgorithm):
         out."""
         p = problem
         plan = _Gradient if p.direction == Direction.BACKWARD_WEIGHT else _Gather
-        limit = triton_launch.shared_memory_bytes()
+        limit = launcher.shared_memory_bytes()
         plans = [plan(p, config) for config in shipped(p)]
         fitting = [one for one in plans if one.shared_bytes <= limit]
         fitting.sort(key=lambda one: one.expected_ns)
@@ -163,25 +163,25 @@ class GroupedTriton(TritonAlgorithm):
         (launch,) = self.launches(problem, params)
         out = _empty(problem, source)
         weight = _turn(weight, problem) if _turned(problem) else _nhwc(weight)
-        triton_launch.run(launch, _nhwc(source), weight, out)
+        launcher.run(launch, _nhwc(source), weight, out)
         return out
 
     def backward_weight(self, x: Tensor, grad_y: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
         first, *rest = self.launches(problem, params)
         out = _empty(problem, x)
         if not rest:
-            triton_launch.run(first, _nhwc(x), _nhwc(grad_y), out)
+            launcher.run(first, _nhwc(x), _nhwc(grad_y), out)
             return out
         splits = dict(rest[0].constants)["SPLITS"]
         assert isinstance(splits, int)
         partial = torch.empty(splits * out.numel(), dtype=torch.float32, device=x.device)
-        triton_launch.run(first, _nhwc(x), _nhwc(grad_y), partial)
-        triton_launch.run(rest[0], partial, out)
+        launcher.run(first, _nhwc(x), _nhwc(grad_y), partial)
+        launcher.run(rest[0], partial, out)
         return out
 
 
 def _nhwc(t: Tensor) -> Tensor:
-    return triton_launch.aligned(t.contiguous(memory_format=torch.channels_last))
+    return launcher.aligned(t.contiguous(memory_format=torch.channels_last))
 
 
 def _turned(p: ConvProblem) -> bool:
@@ -193,7 +193,7 @@ def _turned(p: ConvProblem) -> bool:
 def _turn(weight: Tensor, p: ConvProblem) -> Tensor:
     """(K, C/groups, R, S) -> (C, R, S, K/groups)."""
     groups = weight.reshape(p.groups, p.K // p.groups, p.C // p.groups, p.R, p.S)
-    return triton_launch.aligned(groups.permute(0, 2, 3, 4, 1).contiguous())
+    return launcher.aligned(groups.permute(0, 2, 3, 4, 1).contiguous())
 
 
 def _empty(p: ConvProblem, like: Tensor) -> Tensor:
@@ -250,7 +250,7 @@ class _Gather:
             GROUPS=p.groups, PACK=self.pack, SOURCE_GROUP=self.source_group, OUT_GROUP=self.out_group,
             STEP_H=step_h, COMMON_H=common_h, INVERSE_H=inverse_h,
             STEP_W=step_w, COMMON_W=common_w, INVERSE_W=inverse_w,
-            WIDE=_wide(p), PRECISION=triton_launch.dot_precision(p),
+            WIDE=_wide(p), PRECISION=launcher.dot_precision(p),
             BLOCK_M=self.m, BLOCK_N=self.n, BLOCK_K=self.k,
             **_geometry(p),
         )  # fmt: skip
@@ -304,7 +304,7 @@ class _Gradient:
         constants: dict[str, Value] = dict(
             PIXELS=p.N * p.P * p.Q, P=p.P, Q=p.Q, H=p.H, W=p.W,
             GROUPS=p.groups, PACK=self.pack, C_GROUP=self.c_group, K_GROUP=self.k_group,
-            OUT_STRIDE_SPLIT=self.weights, TURNS=self.turns, WIDE=_wide(p), PRECISION=triton_launch.dot_precision(p),
+            OUT_STRIDE_SPLIT=self.weights, TURNS=self.turns, WIDE=_wide(p), PRECISION=launcher.dot_precision(p),
             BLOCK_M=self.m, BLOCK_N=self.n, BLOCK_J=self.j,
             **_geometry(p), **(partial if self.splits > 1 else result),
         )  # fmt: skip

@@ -1,7 +1,7 @@
 """Triton kernels of grouped_triton.py; how work is divided is explained there.
 
 Offsets into NHWC activations are `((n * height + h) * width + w) * channels + c`. Channel counts are constants, so the
-compiler sees what they are divisible by, and loads 16 bytes at once where it may.
+compiler sees what they are divisible by, and loads 16 bytes at once if it may.
 """
 
 from __future__ import annotations

@@ -46,14 +46,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from convselect.kernels._common import why_not_depthwise
 from convselect.kernels._contract import Grade, Params
-from convselect.kernels.triton import launch
+from convselect.kernels.triton import launch as launcher
 from convselect.kernels.triton.large_depthwise_plan import NAME, RESULT, Step, planned, ranked
 from convselect.kernels.triton.launch import SPLIT_ELEMENTS, Launch, TritonAlgorithm
 from convselect.problem import CHANNELS_LAST, ConvProblem, Direction
 
 SMALLEST, LARGEST = 7, 64
-"""Of the filter's longer side. Smaller ones are bound by memory without tensor cores; larger ones are for the FFT."""
+"""Bounds of the filter's longer side. Smaller ones are bound by memory without tensor cores; larger ones are FFT's."""
+
+
+_WHAT = "The banded product"
 
 
 class LargeDepthwiseTriton(TritonAlgorithm):
@@ -62,37 +66,37 @@ class LargeDepthwiseTriton(TritonAlgorithm):
 
     def why_not_shape(self, problem: ConvProblem) -> str | None:
         p = problem
-        if not p.is_depthwise:
-            return "not a depthwise convolution"
+        if (reason := why_not_depthwise(_WHAT, p)) is not None:
+            return reason
         if p.K != p.C:
-            return "the banded product is written for one output channel per input channel"
+            return f"{_WHAT} needs one output channel per input channel; this convolution has {p.K // p.C}."
         if p.stride != (1, 1) or p.dilation != (1, 1):
-            return "the banded product is written for stride 1 and dilation 1"
+            return f"{_WHAT} needs stride 1 and dilation 1; this one has {p.stride} and {p.dilation}."
         if not SMALLEST <= max(p.R, p.S) <= LARGEST:
-            return f"the banded product pays for filters with a longer side of {SMALLEST} to {LARGEST}"
+            return f"{_WHAT} needs a filter with a longer side of {SMALLEST} to {LARGEST}; this one is {p.R}x{p.S}."
         if p.dtype == "float64":
-            return "the tensor cores' products are summed in float32"
+            return f"{_WHAT} computes on tensor cores, which sum in float32; this problem is in float64."
         if p.N * max(p.H, p.P) * (max(p.W, p.Q) + 64) >= SPLIT_ELEMENTS:
-            return "one channel of all images has 2**31 pixels or more"
-        if not ranked(p, launch.architecture()):
-            return "no configuration fits this GPU's shared memory"
+            return f"{_WHAT} needs fewer than 2**31 pixels in one channel of all images; there are more."
+        if not ranked(p, launcher.architecture()):
+            return f"{_WHAT} needs shared memory; none of its configurations fits this GPU's."
         return None
 
     def error_grade(self, problem: ConvProblem) -> Grade:
         return Grade.DIRECT
 
     def configs(self, problem: ConvProblem) -> list[dict[str, Any]]:
-        return [dict(config) for config in ranked(problem, launch.architecture())]
+        return [dict(config) for config in ranked(problem, launcher.architecture())]
 
     def _steps(self, problem: ConvProblem, params: Params) -> tuple[Step, ...]:
-        config = tuple(params.items()) if params else ranked(problem, launch.architecture())[0]
+        config = tuple(params.items()) if params else ranked(problem, launcher.architecture())[0]
         return planned(problem, config)
 
     def launches(self, problem: ConvProblem, params: Params = None) -> tuple[Launch, ...]:
         return tuple(step.launch for step in self._steps(problem, params))
 
-    def workspace_bytes(self, problem: ConvProblem) -> int:
-        """Of the dearest configuration, and as if every operand were strided or misaligned and had to be copied."""
+    def workspace_bytes(self, problem: ConvProblem, params: Params = None) -> int:
+        """Of the most expensive configuration, as if every operand were strided or misaligned and had to be copied."""
         p = problem
         if p.direction == Direction.FORWARD:
             operands = p.x_bytes + p.weight_bytes
@@ -109,7 +113,7 @@ class LargeDepthwiseTriton(TritonAlgorithm):
 
     def _operand(self, t: Tensor, problem: ConvProblem) -> Tensor:
         last = problem.layout == CHANNELS_LAST
-        return launch.aligned(t.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format))
+        return launcher.aligned(t.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format))
 
     def _result(self, like: Tensor, problem: ConvProblem) -> Tensor:
         last = problem.layout == CHANNELS_LAST and problem.direction != Direction.BACKWARD_WEIGHT
@@ -127,12 +131,12 @@ class LargeDepthwiseTriton(TritonAlgorithm):
                 out = self._result(like, problem)
             else:
                 out = torch.empty(step.shape, dtype=step.dtype, device=like.device)
-            launch.run(step.launch, *(tensors[name] for name in step.reads), out)
+            launcher.run(step.launch, *(tensors[name] for name in step.reads), out)
             tensors[step.writes] = out
         return tensors[RESULT]
 
     def forward(self, x: Tensor, weight: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
-        weight = launch.aligned(weight.contiguous())
+        weight = launcher.aligned(weight.contiguous())
         return self._run(problem, params, x=self._operand(x, problem), weight=weight)
 
     def backward_data(self, grad_y: Tensor, weight: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:

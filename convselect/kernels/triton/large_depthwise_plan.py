@@ -33,7 +33,7 @@ def _power(value: int) -> int:
 
 
 def _strides(N: int, C: int, H: int, W: int, layout: str) -> Strides:
-    """Of (n, c, h, w) in a fresh tensor."""
+    """Strides of (n, c, h, w) in a fresh tensor."""
     return (C * H * W, 1, W * C, C) if layout == CHANNELS_LAST else (C * H * W, H * W, W, 1)
 
 
@@ -278,7 +278,7 @@ class _Gradient:
 
     @staticmethod
     def of(problem: ConvProblem, config: dict[str, Any]) -> _Gradient | None:
-        """None where the window is wider than a tile."""
+        """None if the window is wider than a tile."""
         band, e = _Band.of(problem._replace(direction=Direction.FORWARD)), problem.element_bytes
         BM, BP, BQ, BK = config["BM"], config["BP"], config["BQ"], config["K_BYTES"] // e
         columns = _Table.of(band, BP, BQ, BK, e).columns
@@ -357,7 +357,7 @@ def ranked(problem: ConvProblem, arch: int) -> tuple[tuple[tuple[str, Any], ...]
 
 
 def _cycles(problem: ConvProblem, config: dict[str, Any]) -> float:
-    """An estimate of the time: waves of programs, each of so many steps; for comparing configurations only."""
+    """An estimate of the time: waves of programs, each of this many steps; for comparing configurations only."""
     if problem.direction != Direction.BACKWARD_WEIGHT:
         return _banded_cycles(problem, config)
     return _gradient_cycles(problem, config) if "BM" in config else _correlation_cycles(problem, config)
@@ -385,7 +385,7 @@ def _registers_do(problem: ConvProblem, config: dict[str, Any], arch: int) -> bo
 
 
 def _step_cycles(problem: ConvProblem, rows: int, columns: int, k_bytes: int) -> float:
-    """Of one step of a product on one SM: whichever is slower, tensor cores or the L2 cache."""
+    """Time of one step of a product on one SM: whichever is slower, tensor cores or the L2 cache."""
     rate: float = _MACS if rows >= 64 else _MACS / 2
     if problem.dtype == "float32":
         rate = rate / 2 if problem.tf32 else rate / 6

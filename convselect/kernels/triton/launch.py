@@ -50,7 +50,7 @@ KEPT = 2048
 """Compiled launches kept per process, before the oldest go; what is compiled stays in Triton's own cache on disk."""
 MAX_GRID = (2**31 - 1, 65535, 65535)
 SPLIT_ELEMENTS = 2**31
-"""From so many elements on, offsets need 64 bits."""
+"""From this many elements on, offsets need 64 bits."""
 
 
 @dataclass(frozen=True)
@@ -116,16 +116,18 @@ def interpreting() -> bool:
 
 
 def missing(problem: ConvProblem) -> str | None:
-    """Why no Triton kernel can run for this problem's device; None where one can. Without a GPU at hand problems of one
-    are still answered by their shapes alone, so that choices can be looked at anywhere."""
+    """A sentence why no Triton kernel can run for this problem's device; None if one can. On a machine without a GPU,
+    problems of one are answered by their shapes alone, so that choices can be looked at anywhere."""
     if problem.device == "cpu":
-        return None if interpreting() and installed() else "it runs on NVIDIA GPUs only"
+        return (
+            None if interpreting() and installed() else "Triton algorithms run on NVIDIA GPUs; this problem is on cpu."
+        )
     if not installed():
-        return "it needs Triton, which is not installed"
+        return "Triton algorithms need Triton, which is not installed."
     if torch.version.hip is not None:
-        return "its configurations are for NVIDIA GPUs"
+        return "Triton algorithms need an NVIDIA GPU; this PyTorch is built for AMD GPUs."
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
-        return "it needs a GPU of compute capability 8.0 or newer"
+        return "Triton algorithms need a GPU of compute capability 8.0 or newer; this one is older."
     return None
 
 
@@ -143,7 +145,7 @@ def assumed_arch(arch: int) -> Iterator[None]:
 
 
 def architecture() -> int:
-    """10 * major + minor of the current GPU; 90 where there is none."""
+    """10 * major + minor of the current GPU; 90 if there is none."""
     if _assumed_arch:
         return _assumed_arch[-1]
     if not torch.cuda.is_initialized() and not torch.cuda.is_available():
@@ -169,7 +171,7 @@ def _configurations(algorithm: str) -> Mapping[str, Any]:
 
 
 def configurations(algorithm: str, kernel: str) -> list[dict[str, Any]]:
-    """The shipped configurations of a kernel for the current architecture, those of the nearest older one where it has
+    """The shipped configurations of a kernel for the current architecture, those of the nearest older one if it has
     none of its own; the first is the default.
 
     The file says under "provenance" where they come from, and under "kernels" -> kernel -> "sm_80" a list of them.
@@ -181,7 +183,7 @@ def configurations(algorithm: str, kernel: str) -> list[dict[str, Any]]:
 
 
 def dot_precision(problem: ConvProblem) -> str:
-    """`input_precision` of `tl.dot` that keeps to what the user allowed for float32: TF32 where native may use it, else
+    """`input_precision` of `tl.dot` that keeps to what the user allowed for float32: TF32 if native may use it, else
     three TF32 products, which is as exact as float32."""
     if problem.dtype != "float32":
         return "ieee" if problem.dtype == "float64" else "tf32"
@@ -368,8 +370,8 @@ def run(launch: Launch, *tensors: Tensor) -> None:
     """Launch on the current stream of the tensors' device; compiles first if it must.
 
     Raises:
-        RuntimeError: where it would have to compile while a CUDA graph is being captured.
-        TypeError: where the tensors are not of the types that the launch is for.
+        RuntimeError: if it would have to compile while a CUDA graph is being captured.
+        TypeError: if the tensors are not of the types that the launch is for.
     """
     if interpreting():
         given = tuple(str(t.dtype).removeprefix("torch.") for t in tensors)
@@ -397,13 +399,13 @@ def aligned(t: Tensor) -> Tensor:
 # ---- the base of the algorithms ---------------------------------------------------------------------------------
 
 
-def _remembered(launches: Any) -> Any:
+def _cached(launches: Any) -> Any:
     @functools.lru_cache(maxsize=KEPT)
     def made(algorithm: TritonAlgorithm, problem: ConvProblem, _: int, items: Any) -> tuple[Launch, ...]:
         return tuple(launches(algorithm, problem, None if items is None else dict(items)))
 
     @functools.wraps(launches)
-    def remembered(self: TritonAlgorithm, problem: ConvProblem, params: Params = None) -> tuple[Launch, ...]:
+    def cached(self: TritonAlgorithm, problem: ConvProblem, params: Params = None) -> tuple[Launch, ...]:
         items = None if params is None else tuple(params.items())
         try:
             hash(items)
@@ -411,19 +413,20 @@ def _remembered(launches: Any) -> Any:
             return tuple(launches(self, problem, params))
         return made(self, problem, architecture(), items)
 
-    remembered.forget = made.cache_clear  # type: ignore[attr-defined]
-    return remembered
+    cached.forget = made.cache_clear  # type: ignore[attr-defined]
+    return cached
 
 
 class TritonAlgorithm(Algorithm):
     """An algorithm made of Triton launches. `params` is one of `configs(problem)`, by default the first."""
 
     devices = frozenset({"cuda"})
+    may_be_unready = True
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
         if "launches" in cls.__dict__:
-            cls.launches = _remembered(cls.__dict__["launches"])  # type: ignore[method-assign]
+            cls.launches = _cached(cls.__dict__["launches"])  # type: ignore[method-assign]
 
     def why_not(self, problem: ConvProblem) -> str | None:
         return missing(problem) or self.why_not_shape(problem)
@@ -434,12 +437,12 @@ class TritonAlgorithm(Algorithm):
 
     @abstractmethod
     def configs(self, problem: ConvProblem) -> list[dict[str, Any]]:
-        """The shipped configurations that this problem can be run with, best guess first; at least one where
+        """The shipped configurations that this problem can be run with, best guess first; at least one if
         `why_not_shape` is None."""
 
     @abstractmethod
     def launches(self, problem: ConvProblem, params: Params = None) -> tuple[Launch, ...]:
-        """What runs, in order. Made once per problem, parameters and architecture, and remembered: it is asked for at
+        """What runs, in order. Made once per problem, parameters and architecture, and cached: it is asked for at
         every call."""
 
     def ready(self, problem: ConvProblem, params: Params = None) -> bool:

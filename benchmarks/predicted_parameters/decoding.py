@@ -1,8 +1,8 @@
-"""Parameters from a sequence network, in numpy: encoder, attention, decoder, and beam search within what is valid.
+"""Inference of the sequence network in numpy, without torch: encoder, attention, decoder, and constrained beam search.
 
-The network is `sequence.SequenceNetwork`, whose weights `sequence.export` lays out as they are used here: both
-directions of the encoder's LSTM step together through one block-diagonal matrix, and the factor 1/2 of
-sigmoid(x) = (1 + tanh(x / 2)) / 2 is in the weights, so that one tanh makes all gates of a step. No torch.
+The network is `sequence.SequenceNetwork`; `sequence.export` lays its weights out as they are used here: both directions
+of the encoder's LSTM step together through one block-diagonal matrix, and the factor 1/2 of
+sigmoid(x) = (1 + tanh(x / 2)) / 2 is in the weights, so that one tanh computes all gates of a step.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from convselect.model.parameters import Floats, Ids, Sequence_
+from benchmarks.predicted_parameters.tokens import Floats, Ids, Sequence_
 
 ARRAYS = (
     "embedding", "slope", "centre", "scale", "conv", "conv_bias", "encode", "encode_bias", "recur", "start",
@@ -22,18 +22,18 @@ ARRAYS = (
 
 
 class State(NamedTuple):
-    """Of all beams: hidden and cell (n_beams, n_state)."""
+    """The decoder's state for all beams: hidden and cell, (n_beams, n_state)."""
 
     hidden: Floats
     cell: Floats
 
 
 class Decoder:
-    """A network and one problem: log-probabilities of the next value, after the first few.
+    """A network applied to one problem: log-probabilities of each parameter's values, given the parameters before it.
 
     Args:
-        sizes: how many values each parameter has.
-        ids, numbers: the problem, `parameters.tokens`.
+        sizes: number of values of each parameter.
+        ids, numbers: the problem, from `tokens.tokens`.
     """
 
     def __init__(self, arrays: Mapping[str, Floats], sizes: Sequence[int], ids: Ids, numbers: Floats) -> None:
@@ -45,10 +45,10 @@ class Decoder:
         self.start = State(hidden, np.zeros_like(hidden))
 
     def step(self, state: State, position: int, previous: Sequence[int]) -> tuple[State, Floats]:
-        """Log-probabilities (n_beams, n_values) of parameter `position`, where beams took these places for the one
-        before (ignored for the first)."""
+        """The next state, and log-probabilities (n_beams, n_values) of parameter `position`. `previous` has each beam's
+        value index of the parameter before (ignored for the first)."""
         a, first = self._a, self._first
-        # The row after all values stands for the beginning.
+        # The row after all values is the start token.
         rows = [first[-1]] if position == 0 else first[position - 1] + np.asarray(previous)
         query = state.hidden @ a["state_key"]
         energy = np.tanh(self._keys[None] + query[:, None]) @ a["energy"]
@@ -73,7 +73,7 @@ def _lstm(gates: Floats, cell: Floats) -> tuple[Floats, Floats]:
 
 
 def _encoded(a: Mapping[str, Floats], ids: Ids, numbers: Floats) -> Floats:
-    """(n_fields, 2 n_encoder): what either direction of the LSTM says at each field."""
+    """(n_fields, 2 n_encoder): outputs of both directions of the LSTM at each field."""
     x = a["embedding"][ids] + ((numbers - a["centre"]) * a["scale"])[:, None] * a["slope"]
     padded = np.zeros((len(x) + 2, x.shape[1]), np.float32)
     padded[1:-1] = x
@@ -107,12 +107,12 @@ def beam_search(
     """The k most probable programs that a beam of width k finds, best first; k = 1 is greedy decoding.
 
     Args:
-        allowed: whether the first few places begin a valid program, as `Space.is_partially_valid` says; asked of the
-            most probable beginnings first and of no more than needed. Since it admits only what has a valid end, every
-            program found is valid. None: whatever the network says.
+        allowed: whether a prefix can be completed to a valid program, as `Space.is_partially_valid` says. It is asked
+            about the most probable prefixes first, and about no more than needed; every program found is valid. None:
+            no constraint.
 
     Returns:
-        Fewer than k where there are no more; none where nothing is valid.
+        Fewer than k if there are no more; none if no program is valid.
     """
     beams: list[Scores] = [Scores((), 0.0)]
     state = decoder.start

@@ -1,39 +1,52 @@
-"""How good predicted parameters are, on problems that were not learnt from, beside simpler ways to predict them."""
+"""How good predicted parameters are on held-out problems, compared with simpler methods."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.predicted_parameters.decoding import Decoder, beam_search
+from benchmarks.predicted_parameters.sequence import Recipe, export, train
+from benchmarks.predicted_parameters.tokens import (
+    NEAR,
+    TARGETS,
+    Example,
+    Floats,
+    Sequence_,
+    Signature,
+    target,
+    tokens,
+)
 from convselect import timing
-from convselect.model.decoding import Decoder, beam_search
-from convselect.model.parameters import NEAR, TARGETS, Example, Floats, Sequence_, Signature, target, tokens
-from convselect.model.sequence import Recipe, export, train
 from convselect.problem import ConvProblem
 
 WIDTHS = (1, 4, 10)
-"""Of beams."""
+"""Beam widths that are compared."""
+COLUMNS = ("tokens", "perfect", "near", "valid", "fraction", "p10", "gain", "slower", "us")
 Method = Callable[[Example], "Sequence_ | None"]
 
 
 @dataclass(frozen=True)
 class Judged:
-    """What one method predicted for one example.
+    """One method's prediction for one example.
 
     Attributes:
-        sequence: None where it found nothing.
-        fraction: time of the best measured program over that of the prediction; the default's where it is invalid.
-        default: the same of the default.
-        recorded: whether the prediction itself was measured; otherwise the nearest that was speaks for it.
-        right: of each parameter, whether it is the best program's.
-        us: what the prediction took, of this thread.
+        sequence: None if the method found nothing.
+        recorded: whether the prediction itself was measured; if not, the nearest measured program's time is used.
+        fraction: time of the best measured program over that of the prediction; the default's if that is invalid.
+        default: the default's fraction.
+        right: for each parameter, whether its value is that of the best program.
+        us: CPU time of this thread that the prediction took.
     """
 
     of: Example
@@ -61,13 +74,18 @@ def judge(method: Method, one: Example) -> Judged:
 
 
 def figures(judged: Sequence[Judged]) -> dict[str, float]:
-    """Of one method on some examples.
+    """Figures of one method over several examples.
 
-    `tokens`, `perfect`: share of parameters, of whole programs, that are the best measured one's. `near`: share of
-    programs within 2 % of it. `valid`, `recorded`: shares. `fraction`, `p10`, `least`: of the best measured time.
-    `default`: the default's fraction. `gain`: geometric mean of the default's time over the prediction's, `gain_low`
-    the same less two standard errors over problems (several algorithms on one problem are not independent), `slower`
-    the share more than 2 % slower than the default. `us`: median time of a prediction.
+    Returns:
+        tokens, perfect: share of parameters, and of whole programs, that equal the best measured program's.
+        near: share of programs within 2 % of the best.
+        valid, recorded: shares of predictions.
+        fraction, p10, least: mean, 10th percentile and minimum of `Judged.fraction`.
+        default: mean of the default's fraction.
+        gain, gain_low: geometric mean of the default's time over the prediction's, and two standard errors over
+            problems below it (several algorithms on one problem are not independent).
+        slower: share of predictions more than 2 % slower than the default.
+        us: median time of a prediction.
     """
     fractions = np.array([j.fraction for j in judged])
     defaults = np.array([j.default for j in judged])
@@ -103,7 +121,7 @@ class Predicted:
     """A trained network as a method.
 
     Args:
-        constrained: whether `Space.is_partially_valid` prunes the beam.
+        constrained: prune the beam by `Space.is_partially_valid`.
     """
 
     def __init__(
@@ -124,7 +142,7 @@ class Predicted:
 
 
 def _inputs(examples: Sequence[Example], algorithms: Sequence[str]) -> Tensor:
-    """(n, n_fields + n_algorithms): logarithms of sizes, and which algorithm."""
+    """(n, n_fields + n_algorithms): logarithms of sizes, and the algorithm, one-hot."""
     rows = []
     for one in examples:
         place = algorithms.index(one.algorithm)
@@ -135,7 +153,7 @@ def _inputs(examples: Sequence[Example], algorithms: Sequence[str]) -> Tensor:
 
 
 def per_token(examples: Sequence[Example], algorithms: Sequence[str], recipe: Recipe) -> Method:
-    """Each parameter by a classifier of its own that does not know of the others: one hidden layer, the same target."""
+    """Each parameter by a classifier that ignores the others: one hidden layer, the same target."""
     x, sizes = _inputs(examples, algorithms), [len(values) for values in examples[0].signature.values]
     marginals = [torch.zeros(len(examples), size) for size in sizes]
     for i, one in enumerate(examples):
@@ -164,7 +182,7 @@ def per_token(examples: Sequence[Example], algorithms: Sequence[str], recipe: Re
 
 
 def neighbour(examples: Sequence[Example]) -> Method:
-    """The best valid program of the same algorithm's nearest problem, in logarithms of sizes."""
+    """The valid best program of the same algorithm on the nearest problem, by logarithms of sizes."""
 
     def method(one: Example) -> Sequence_ | None:
         here = tokens(one.problem, 0)[1]
@@ -178,8 +196,8 @@ def neighbour(examples: Sequence[Example]) -> Method:
 
 
 def best_fixed(examples: Sequence[Example]) -> Method:
-    """The one program that is best over all problems of an algorithm, of those that half of them have a time of; the
-    next best where it is invalid. A better default, without a model."""
+    """The one program that is best over all problems of an algorithm, among those measured on at least half of them;
+    the next best if it is invalid. A better default, without a model."""
 
     @functools.cache
     def ranked(algorithm: str) -> list[Sequence_]:
@@ -201,10 +219,10 @@ def best_fixed(examples: Sequence[Example]) -> Method:
 
 
 def folds_of(examples: Sequence[Example], n: int, seed: int) -> list[int]:
-    """A fold for each example; all programs and all algorithms of a problem are in one.
+    """The fold of each example; all algorithms of a problem are in one fold.
 
     Raises:
-        ValueError: where there are fewer problems than folds.
+        ValueError: if there are fewer problems than folds.
     """
     problems = list(dict.fromkeys(one.problem for one in examples))
     if len(problems) < n:
@@ -223,10 +241,10 @@ def held_out(
     baselines: bool = True,
     widths: Sequence[int] = WIDTHS,
 ) -> dict[str, list[Judged]]:
-    """Cross-validation by problem, of examples of one signature: method -> what it said of each, in their order.
+    """Cross-validate by problem, on examples of one signature: method -> its predictions, in the examples' order.
 
-    Networks are "k=4" with the recipe's target, "k=4, best" with others asked for; "unconstrained k=1" the same beam
-    without the space's word.
+    Networks are named "k=4" with the recipe's target, "k=4, best" with another one of `targets`, and
+    "unconstrained k=4" without pruning.
     """
     fold_of = folds_of(examples, folds, recipe.seed)
     signature, algorithms = examples[0].signature, sorted({one.algorithm for one in examples})
@@ -254,6 +272,23 @@ def held_out(
 
 
 def compared(examples: Sequence[Example], recipe: Recipe, folds: int = 5) -> dict[str, dict[str, float]]:
-    """Every method and every target, on held-out problems: method -> `figures`."""
+    """Method -> `figures` on held-out problems, for every method and target."""
     judged = held_out(examples, recipe, folds=folds, targets=TARGETS)
     return {name: figures(of) for name, of in judged.items()}
+
+
+def show(told: Mapping[str, Mapping[str, Mapping[str, float]]]) -> None:
+    """Print tables of algorithms -> method -> figures."""
+    console = Console(highlight=False, width=None if Console().is_terminal else 150)
+    for algorithms, methods in told.items():
+        first = next(iter(methods.values()))
+        table = Table(
+            box=SIMPLE_HEAD,
+            title=f"{algorithms}: {first['problems']:.0f} problems, held out; default {first['default']:.3f} of best",
+        )
+        columns = [c for c in COLUMNS if c != "us" or c in first]
+        for name in ("method", *columns):
+            table.add_column(name, justify="left" if name == "method" else "right")
+        for name, of in methods.items():
+            table.add_row(name, *(f"{of[c]:.0f}" if c == "us" else f"{of.get(c, math.nan):.3f}" for c in columns))
+        console.print(table)

@@ -1,4 +1,5 @@
-"""Parameters by a sequence network: numpy says what torch does, what is decoded is valid, held-out problems gain."""
+"""Parameters by a sequence network: numpy computes what torch does, decoded programs are valid, held-out problems gain;
+files; the commands."""
 
 from __future__ import annotations
 
@@ -10,17 +11,35 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from benchmarks.parameters import made_up, made_up_space
-from convselect.kernels._space import Parameter, Space
-from convselect.kernels.pool import BY_NAME
-from convselect.model.decoding import Decoder, beam_search
-from convselect.model.inference import ARTIFACTS, ArtifactError
-from convselect.model.parameter_artifact import NetworkCard, ParameterCard, ParameterPredictor, parameter_path, save
-from convselect.model.parameter_figures import best_fixed, figures, folds_of, held_out, judge, neighbour, per_token
-from convselect.model.parameters import (
+from benchmarks._recorded import Recorded, write_recorded
+from benchmarks.predicted_parameters.__main__ import app
+from benchmarks.predicted_parameters.artifact import (
+    HERE,
+    NetworkCard,
+    ParameterCard,
+    ParameterPredictor,
+    parameter_path,
+    save,
+)
+from benchmarks.predicted_parameters.decoding import Decoder, beam_search
+from benchmarks.predicted_parameters.figures import (
+    best_fixed,
+    figures,
+    folds_of,
+    held_out,
+    judge,
+    neighbour,
+    per_token,
+)
+from benchmarks.predicted_parameters.sequence import Recipe, SequenceNetwork, export, train
+from benchmarks.predicted_parameters.study import made_up, made_up_space
+from benchmarks.predicted_parameters.tokens import (
     FIELDS,
+    RATIO_EXPONENT,
     VOCABULARY,
+    Example,
     Signature,
     coverage,
     covered,
@@ -28,8 +47,13 @@ from convselect.model.parameters import (
     target,
     tokens,
 )
-from convselect.model.sequence import Recipe, SequenceNetwork, export, train
+from benchmarks.predicted_parameters.training import train_parameters
+from convselect.kernels._space import Parameter, Space
+from convselect.kernels.pool import BY_NAME
+from convselect.model.inference import ArtifactError
 from convselect.problem import conv_problem
+from convselect.tune.programs import Program
+from convselect.tune.records import Measured
 
 P = conv_problem(1, 16, 14, 14, 16, 3, 3, padding=1)
 QUICK = Recipe(width=12, encoder=12, steps=150, learning_rate=4e-3)
@@ -90,16 +114,10 @@ def test_targets_weigh_by_speed():
     assert near[(1,)] / near[(0,)] == pytest.approx(1 / 1.01)
     ratio = target(one, "ratio")
     assert set(ratio) == {(0,), (1,), (2,)}
-    assert ratio[(2,)] / ratio[(0,)] == pytest.approx(1.03 ** -parameters_exponent())
+    assert ratio[(2,)] / ratio[(0,)] == pytest.approx(1.03**-RATIO_EXPONENT)
     assert sum(ratio.values()) == pytest.approx(1)
     with pytest.raises(ValueError, match="a target is one of"):
         target(one, "worst")
-
-
-def parameters_exponent():
-    from convselect.model import parameters
-
-    return parameters.RATIO_EXPONENT
 
 
 def test_examples_need_their_default_and_drop_what_is_not_valid():
@@ -410,10 +428,85 @@ def test_nothing_is_unpickled(file):
         ParameterPredictor.load(rewritten(file, **{"0/out": np.array([Evil()], dtype=object)}))
 
 
-@pytest.mark.parametrize("path", sorted(ARTIFACTS.glob("params-*.npz")), ids=lambda path: path.stem)
-def test_shipped_files_speak_for_algorithms_as_they_are(path):
+@pytest.mark.parametrize("path", sorted(HERE.glob("params-*.npz")), ids=lambda path: path.stem)
+def test_committed_files_hold_for_algorithms_as_they_are(path):
     card = ParameterPredictor.load(path).card
     assert path == parameter_path(card.family)
     said = [(network, name) for network in card.networks for name in network.algorithms]
     assert all(BY_NAME[name].revision == network.revisions[name] for network, name in said)
     assert any(network.gains(name) for network, name in said)  # otherwise it is dead weight
+
+
+# ---- training, and commands -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def direct_examples():
+    """Of the C kernel `direct`, with made-up times: large groups are slow."""
+    direct, found = BY_NAME["direct"], []
+    for c, k, side in ((16, 32, 14), (32, 64, 28), (64, 64, 14), (64, 128, 28), (128, 128, 14), (96, 64, 20)):
+        for kernel in (1, 3):
+            p = conv_problem(1, c, side, side, k, kernel, kernel, padding=kernel // 2)
+            if direct.why_not(p) is not None:
+                pytest.skip("the C kernels are not there")
+            space = direct.space(p)
+            one = example(p, "direct", space, [(v, 100.0 + 9 * v["group"] + v["order"]) for v in space.programs(p)])
+            assert isinstance(one, Example)
+            found.append(one)
+    return found
+
+
+def test_predictions_for_the_c_kernel_are_valid_and_run(tmp_path, direct_examples):
+    direct, p = BY_NAME["direct"], direct_examples[3].problem
+    train_parameters(
+        direct_examples, "cpu-run", tmp_path, {"direct": direct.revision}, replace(QUICK, steps=80), folds=2
+    )  # fmt: skip
+    params = ParameterPredictor.load(parameter_path("cpu-run", tmp_path)).params_for(p, direct)
+    assert params is not None
+    assert params["group"] < direct.space(p).default(p)["group"]
+    x, weight = torch.randn(p.x_shape), torch.randn(p.weight_shape)
+    found = direct.run_checked(x, weight, p, params)
+    torch.testing.assert_close(found, torch.conv2d(x, weight, padding=p.pad_top), rtol=1e-4, atol=1e-3)
+
+
+def test_commands(tmp_path, direct_examples):
+    recorded = []
+    for one in direct_examples:
+        measured = {}
+        for sequence, time_us in one.times_us.items():
+            program = Program("direct", tuple(one.signature.decode(sequence).items()))
+            measured[program] = Measured(program, "ok", time_us)
+        recorded.append(Recorded(one.problem, {"net": 1}, measured))
+    path = tmp_path / "programs.csv.gz"
+    write_recorded(path, recorded, {"revisions": {"direct": BY_NAME["direct"].revision}})
+    runner = CliRunner()
+    options = ["--family", "cpu-x", "--out", str(tmp_path), "--steps", "40", "--folds", "2"]
+    arguments = ["train", str(path), *options]
+    out = runner.invoke(app, arguments)
+    assert out.exit_code == 0, out.output
+    assert "direct: predicted" in out.output or "direct: keeps its default" in out.output
+    card = ParameterPredictor.load(parameter_path("cpu-x", tmp_path)).card
+    assert (card.networks[0].algorithms, card.data["problems"]) == (("direct",), 12)
+    # What was measured anew decides, not the recorded times.
+    live = tmp_path / "live.json"
+    for gain, low, said in ((1.02, 1.001, "predicted"), (1.02, 0.999, "keeps"), (1.009, 1.008, "keeps")):
+        live.write_text(json.dumps({"live": {"direct": {"gain": gain, "gain_low": low, "of_tuned": 1.0}}}))
+        out = runner.invoke(app, [*arguments, "--measured", str(live), "--steps", "1"])
+        assert f"direct: {said}" in out.output
+        assert f"{gain:.3f} times" in out.output
+    # Of two measurements the worse.
+    better, worse = tmp_path / "better.json", tmp_path / "worse.json"
+    for path_, gain in ((better, 1.05), (worse, 1.004)):
+        path_.write_text(json.dumps({"live": {"direct": {"gain": gain, "gain_low": 1.001, "of_tuned": 1.0}}}))
+    twice = ["--measured", str(better), "--measured", str(worse), "--steps", "1"]
+    assert "direct: keeps its default; 1.004 times" in runner.invoke(app, [*arguments, *twice]).output
+    live.write_text("{}")
+    out = runner.invoke(app, [*arguments, "--measured", str(live)])
+    assert (out.exit_code, "no predictions that were measured" in out.output) == (2, True)
+    # Times of an older revision do not speak.
+    write_recorded(path, recorded, {"revisions": {"direct": 0}})
+    out = runner.invoke(app, ["evaluate", str(path)])
+    assert out.exit_code == 2
+    assert "there is no algorithm with parameters" in out.output
+    out = runner.invoke(app, ["evaluate", str(path), "--target", "worst"])
+    assert out.exit_code == 2

@@ -1,11 +1,11 @@
-"""What a sequence model learns parameters from: problems as sequences of tokens, programs as sequences of values.
+"""Training data of the sequence network: problems as sequences of tokens, programs as sequences of values.
 
-A problem is a sequence of its fields, after "seq2seq for tuning parameters" (arXiv 2404.10162), where each is one-hot.
-Here a token is (field, value) for small counts and names, (field, rounded log2) for sizes, and each carries the
-logarithm itself as a number beside it, so that two sizes of one bin differ and a bin that was never seen says
-something. Beyond the fields of `ConvProblem` there are the sizes that caches are compared with.
+A problem is the sequence of its fields, after "seq2seq for tuning parameters" (arXiv 2404.10162), where each field is
+one-hot. Here a token is (field, value) for small counts and names and (field, rounded log2) for sizes, and each carries
+the exact logarithm as a number beside it, so that two sizes in one bin differ and an unseen bin still carries
+information. Besides the fields of `ConvProblem` there are derived sizes, in the units in which caches are measured.
 
-Algorithms whose parameters have the same names and values share a network, and are a token themselves.
+Algorithms whose parameters have the same names and values share a network; the algorithm is a token itself.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ELEMENT_BYTES, STRIDED
 Floats = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
 Sequence_ = tuple[int, ...]
-"""A program: the place of each parameter's value among its values, in the space's order."""
+"""A program: for each parameter, in the space's order, the index of its value among its possible values."""
 
 DESCRIPTOR_VERSION = 1
 _NAMES: dict[str, tuple[str, ...]] = {
@@ -37,7 +37,7 @@ _COUNTS = ("R", "S", "stride_h", "stride_w", "pad_top", "pad_bottom", "pad_left"
 _SIZES = ("threads", "groups", "N", "C", "H", "W", "K")
 _DERIVED = ("pixels", "taps", "x_bytes", "weight_bytes", "y_bytes")
 FIELDS = ("algorithm", *_NAMES, *_COUNTS, *_SIZES, *_DERIVED)
-"""In the order in which the encoder reads them; neighbours are convolved together."""
+"""In the order in which the encoder reads them; its convolution mixes neighbouring fields."""
 COUNT_TOKENS, SIZE_TOKENS, ALGORITHM_TOKENS = 12, 40, 16
 FIELD_TOKENS = [
     ALGORITHM_TOKENS if name == "algorithm"
@@ -46,18 +46,20 @@ FIELD_TOKENS = [
     else SIZE_TOKENS
     for name in FIELDS
 ]  # fmt: skip
-"""How many tokens each field has."""
+"""Number of tokens of each field."""
 _FIRST = np.cumsum([0, *FIELD_TOKENS])
 VOCABULARY = int(_FIRST[-1])
-"""How many tokens there are."""
+"""Number of tokens of all fields together."""
 
 
 def tokens(problem: ConvProblem, algorithm: int) -> tuple[Ids, Floats]:
-    """A problem as a sequence: one token id per field, (n_fields,), and logarithms (n_fields,) beside them, 0 for
-    names. `algorithm` is its place among those that share a network.
+    """One token id per field, (n_fields,), and the fields' log2 (n_fields,), 0 for names.
+
+    Args:
+        algorithm: index of the algorithm among those that share the network.
 
     Raises:
-        ValueError: where there is nothing to compute, or the algorithm's place is beyond `ALGORITHM_TOKENS`.
+        ValueError: if there is nothing to compute, or the index is not below `ALGORITHM_TOKENS`.
     """
     p = problem
     if not 0 <= algorithm < ALGORITHM_TOKENS:
@@ -81,11 +83,11 @@ def tokens(problem: ConvProblem, algorithm: int) -> tuple[Ids, Floats]:
 
 
 class Signature(NamedTuple):
-    """What programs of an algorithm look like. Networks are made for one signature; another one's are not understood.
+    """Parameters of an algorithm and their possible values. A network understands programs of one signature only.
 
     Attributes:
-        names: of the parameters, in the order in which they are decided.
-        values: of each, ascending.
+        names: parameter names, in the order in which they are decided.
+        values: possible values of each parameter, ascending.
     """
 
     names: tuple[str, ...]
@@ -96,23 +98,23 @@ class Signature(NamedTuple):
         return cls(space.names, tuple(parameter.values for parameter in space.parameters))
 
     def encode(self, values: Values) -> Sequence_:
-        """Raises ValueError where it is no complete program of these values."""
+        """Raises ValueError if it is not a complete program of these values."""
         if set(values) != set(self.names):
             raise ValueError(f"{dict(values)} does not decide exactly {self.names}")
         return tuple(known.index(values[name]) for name, known in zip(self.names, self.values, strict=True))
 
     def decode(self, sequence: Sequence[int]) -> dict[str, int]:
-        """The values of the first few parameters."""
+        """Parameter -> value, for the first `len(sequence)` parameters."""
         return {name: known[i] for name, known, i in zip(self.names, self.values, sequence, strict=False)}
 
 
 @dataclass(frozen=True)
 class Example:
-    """One problem, one algorithm, and how long its programs took.
+    """The measured programs of one algorithm on one problem.
 
     Attributes:
         times_us: program -> us; not every program was measured.
-        default: what runs where nobody decides; it was measured.
+        default: the algorithm's default program; it was measured.
     """
 
     problem: ConvProblem
@@ -137,7 +139,7 @@ class Example:
         return self.space.is_valid(self.problem, self.signature.decode(sequence))
 
     def time_us(self, sequence: Sequence_) -> float:
-        """Time of a program; where it was not measured, that of the nearest one that was, in steps of values."""
+        """Time of a program; if it was not measured, that of the nearest measured one, in steps of values."""
         found = self.times_us.get(sequence)
         if found is not None:
             return found
@@ -148,8 +150,7 @@ class Example:
 def example(
     problem: ConvProblem, algorithm: str, space: Space, times_us: Iterable[tuple[Values, float]]
 ) -> Example | None:
-    """An example of the programs that are valid in this space; None where its default is not among them, or nothing
-    else is."""
+    """An example of the programs that are valid in this space; None if they lack the default or are no others."""
     signature, found = Signature.of(space), {}
     for values, time_us in times_us:
         if space.is_valid(problem, values):
@@ -161,7 +162,7 @@ def example(
 
 
 def grouped(examples: Iterable[Example]) -> dict[Signature, list[Example]]:
-    """By what shares a network."""
+    """Examples by signature: those of one signature share a network."""
     found: dict[Signature, list[Example]] = {}
     for one in examples:
         found.setdefault(one.signature, []).append(one)
@@ -172,17 +173,20 @@ def grouped(examples: Iterable[Example]) -> dict[Signature, list[Example]]:
 
 TARGETS = ("best", "near", "ratio")
 NEAR = 1.02
-"""Times within this factor are not told apart by one measurement."""
+"""One measurement does not tell times within this factor apart."""
 RATIO_EXPONENT = 40.0
 _LEAST_WEIGHT = 0.02
 
 
 def target(one: Example, kind: str) -> dict[Sequence_, float]:
-    """How probable each program should be, in sum 1: the "best" measured alone; every one "near" it, by speed; or by
-    the "ratio" of times, p ~ t**-40, under which one of 2 % more has half of the best's.
+    """Target probability of each program; they sum to 1.
+
+    Args:
+        kind: "best": the best measured program alone. "near": those within 2 % of it, in proportion to their speed.
+            "ratio": p ~ t**-40, under which a program 2 % slower than the best has half of its probability.
 
     Raises:
-        ValueError: for another kind.
+        ValueError: for any other kind.
     """
     best = one.best_us
     if kind == "best":
@@ -198,11 +202,11 @@ def target(one: Example, kind: str) -> dict[Sequence_, float]:
     return {s: w / total for s, w in weights.items()}
 
 
-# ---- what a network may be asked about --------------------------------------------------------------------------
+# ---- coverage ---------------------------------------------------------------------------------------------------
 
 
 def coverage(problems: Iterable[ConvProblem]) -> dict[str, list[str | int]]:
-    """Of the fields with names and counts every value met, of sizes the least and the greatest."""
+    """Every value that occurs for fields with names and counts; the smallest and largest for sizes."""
     problems = list(problems)
     found: dict[str, list[str | int]] = {}
     for name in (*_NAMES, *_COUNTS, "threads", "groups", "device"):
@@ -214,8 +218,8 @@ def coverage(problems: Iterable[ConvProblem]) -> dict[str, list[str | int]]:
 
 
 def covered(problem: ConvProblem, by: Mapping[str, Sequence[str | int]]) -> bool:
-    """Whether a problem lies within what was learnt from: a network that extrapolates guesses, and the default is the
-    better guess."""
+    """Whether a problem lies within `coverage` of the training data. Beyond it a network would extrapolate, and the
+    default is the better guess."""
     for name, values in by.items():
         value = getattr(problem, name)
         if name in ("N", "C", "H", "W", "K"):

@@ -1,44 +1,29 @@
-"""Predicted parameters beside simpler methods: on recorded programs, and on a made-up space where the truth is known.
+"""What recorded times cannot tell: a made-up space with known best programs, predictions measured anew, and latency.
 
-    python -m benchmarks.parameters benchmarks/results/programs-cpu-x86-avx512.csv.gz --out run.json
-    python -m benchmarks.parameters --synthetic 150
-    python -m benchmarks.parameters programs.csv.gz --live 40 --out run.json
-
-In the made-up space what is best depends on sizes against registers and caches, hardware limits forbid a part of it,
-and every program has a time, so that a prediction is never judged by a neighbour's. Latency is that of a loaded file's
-`params_for`, with the questions to the space, on problems that it was not asked about before.
-
-`--live` measures predictions of held-out problems here, in turns with the defaults and with the best program on record,
-which is measured again: the best of many measurements was partly luck.
+In the made-up space the best program depends on sizes relative to registers and caches, hardware limits forbid part of
+the space, and every program has a time, so that no prediction is judged by a neighbour's.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import statistics
 import tempfile
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
+from benchmarks.predicted_parameters.artifact import ParameterPredictor, parameter_path
+from benchmarks.predicted_parameters.figures import Predicted, best_fixed, neighbour
+from benchmarks.predicted_parameters.sequence import Recipe, export, train
+from benchmarks.predicted_parameters.tokens import Example, example
+from benchmarks.predicted_parameters.training import WIDTH, train_parameters, usable
 from convselect import timing
-from convselect.cli.params import _print, examples
 from convselect.kernels._space import STRUCTURE, Parameter, Rule, Space, Values
 from convselect.kernels.pool import BY_NAME
-from convselect.machine.environment import run_environment
-from convselect.model.parameter_artifact import ParameterPredictor, parameter_path
-from convselect.model.parameter_figures import Predicted, best_fixed, neighbour
-from convselect.model.parameter_training import WIDTH, evaluated, train_parameters, usable
-from convselect.model.parameters import Example, example
-from convselect.model.sequence import Recipe, export, train
 from convselect.problem import ConvProblem, conv_problem
 from convselect.tune.programs import Program
 from convselect.tune.runner import Live
 
-app = typer.Typer(add_completion=False)
 L1_BYTES, L2_BYTES = 32 * 2**10, 2**20
 
 # ---- a made-up space --------------------------------------------------------------------------------------------
@@ -52,7 +37,7 @@ def _allowed(p: ConvProblem, v: Values) -> bool:
 
 
 def made_up_space() -> Space:
-    """Blocks of a matrix product: at most 28 registers of 16 floats, a panel within L1."""
+    """Blocks of a matrix product: at most 28 registers of 16 floats, and a panel that fits L1."""
     return Space(
         (
             Parameter("packed", (0, 1), STRUCTURE),
@@ -68,8 +53,8 @@ def made_up_space() -> Space:
 
 
 def made_up_time_us(p: ConvProblem, v: Values) -> float:
-    """Work, times what is wasted at the edges, what registers and caches do not hold, and packing that pays for weights
-    beyond L2."""
+    """Work, times factors for waste at the edges, reuse in registers and caches, and packing, which pays for weights
+    larger than L2."""
     _, m, n, k = p.gemm
     waste = math.ceil(m / v["rows"]) * v["rows"] / m * math.ceil(n / v["columns"]) * v["columns"] / n
     reuse = 1 + 1.5 / v["rows"] + 8 / v["columns"]
@@ -82,7 +67,7 @@ def made_up_time_us(p: ConvProblem, v: Values) -> float:
 
 
 def made_up(count: int, seed: int = 0, noise: float = 0.01) -> list[Example]:
-    """Examples of so many problems like a network's layers, every program timed, with `noise` as relative deviation."""
+    """`count` examples of problems like a network's layers, every program timed, with relative deviation `noise`."""
     source, space, found = random.Random(seed), made_up_space(), {}
     while len(found) < count:
         side = source.choice((7, 14, 20, 28, 40, 56, 80, 112))
@@ -102,12 +87,18 @@ def made_up(count: int, seed: int = 0, noise: float = 0.01) -> list[Example]:
 
 
 def live(of: list[Example], recipe: Recipe, count: int, most: float = 0.25) -> dict[str, dict[str, float]]:
-    """Predictions measured here, for so many problems, a share of `most` at a time being held out of training.
+    """Measure predictions here, in turns with the default and with the best recorded program. That one is measured
+    again because the best of many measurements was partly luck.
 
-    Returns: algorithm -> `examples`; geometric means over them of the default's time over: the prediction's (`gain`,
-        `gain_low` two standard errors below), the one fixed program's (`best_fixed`), the nearest neighbour's and the
-        best recorded program's (`tuned`); `of_tuned`, the tuned time over the prediction's; `slower`, the share of
-        predictions more than 2 % slower than the default; `native`, native's time over the default's.
+    Args:
+        count: number of problems per signature.
+        most: share of problems held out of training at a time.
+
+    Returns: algorithm -> `examples`, their number; geometric means over them of the default's time over that of: the
+        prediction (`gain`; `gain_low` two standard errors below), the one fixed program (`best_fixed`), the nearest
+        neighbour's program (`neighbour`) and the best recorded program (`tuned`); `of_tuned`, the tuned time over the
+        prediction's; `slower`, the share of predictions more than 2 % slower than the default; `native`, native's time
+        over the default's.
     """
     runner, found = Live(), {}
     for signature, examples_ in usable(of).items():
@@ -135,7 +126,7 @@ def live(of: list[Example], recipe: Recipe, count: int, most: float = 0.25) -> d
 
 
 def _measured(runner: Live, one: Example, methods: dict[str, Any]) -> dict[str, float]:
-    """Logarithms of the default's time over each method's."""
+    """Logarithms of the default's time over that of each method's program."""
 
     def program(sequence: Any) -> Program:
         return Program(one.algorithm, tuple(one.signature.decode(sequence).items()))
@@ -161,8 +152,8 @@ def _summary(rows: list[dict[str, float]]) -> dict[str, float]:
 
 
 def latency_us(of: list[Example], seed: int = 0) -> dict[str, float]:
-    """Median and 90th percentile of a first `params_for`, per algorithm, of networks of the size that ships; CPU time
-    of the thread."""
+    """Median and 90th percentile, per algorithm, of a loaded file's `params_for`, including the space's checks, on
+    problems not asked about before, with networks of the default recipe's size; CPU time of the thread."""
     revisions = {name: a.revision for name, a in BY_NAME.items()}
     with tempfile.TemporaryDirectory() as folder:
         train_parameters(of, "latency", folder, revisions, Recipe(steps=2, seed=seed))
@@ -179,42 +170,3 @@ def latency_us(of: list[Example], seed: int = 0) -> dict[str, float]:
         told[name] = round(statistics.median(times), 1)
         told[f"{name} p90"] = round(statistics.quantiles(times, n=10)[-1], 1)
     return told
-
-
-@app.command()
-def main(
-    files: Annotated[list[Path] | None, typer.Argument(help="Recorded programs.")] = None,
-    synthetic: Annotated[int, typer.Option(help="Problems of the made-up space; 0: none.")] = 0,
-    target: Annotated[str, typer.Option(help="best, near or ratio.")] = "ratio",
-    steps: int = Recipe().steps,
-    seed: int = 0,
-    live_problems: Annotated[
-        int, typer.Option("--live", help="So many held-out problems of each network are measured here.")
-    ] = 0,
-    out: Annotated[Path | None, typer.Option(help="Write the figures as JSON.")] = None,
-) -> None:
-    """Cross-validate every method by problem, and time predictions."""
-    import torch
-
-    torch.set_num_threads(1)
-    recipe = Recipe(target=target, steps=steps, seed=seed)
-    told: dict[str, Any] = {"environment": run_environment()}
-    if synthetic:
-        told["made_up"] = evaluated(made_up(synthetic, seed), recipe)
-        _print(told["made_up"])
-    if files:
-        of = examples(files)
-        told["files"] = [path.name for path in files]
-        told["figures"] = evaluated(of, recipe)
-        _print(told["figures"])
-        if live_problems:
-            told["live"] = live(of, recipe, live_problems)
-            print(json.dumps(told["live"], indent=1))
-        told["latency_us"] = latency_us(of, seed)
-        print(told["latency_us"])
-    if out is not None:
-        out.write_text(json.dumps(told, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    app()

@@ -2,9 +2,9 @@
 
 After arXiv 2404.10162: tokens of the problem pass a 1-D convolution and a bidirectional LSTM; an LSTM decodes one
 parameter after the other, with additive attention (Bahdanau et al., arXiv 1409.0473) over the encoder's outputs. The
-paper calls its decoder bidirectional as well. One that is given its own earlier outputs cannot read the later ones, so
-ours runs in one direction, and the encoder in both. Cross-entropy; the target is the best program measured or a
-distribution over near-equal ones (`parameters.target`), since near ties make "the best" a matter of noise.
+paper calls its decoder bidirectional as well. A decoder that is given its own earlier outputs cannot read later ones,
+so this one runs in one direction, and the encoder in both. The loss is cross-entropy; the target is the best program
+measured or a distribution over near-equal ones (`tokens.target`), since near ties make "the best" a matter of noise.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from convselect.model.parameters import (
+from benchmarks.predicted_parameters.tokens import (
     FIELD_TOKENS,
     FIELDS,
     VOCABULARY,
@@ -32,16 +32,17 @@ from convselect.model.parameters import (
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a network is made.
+    """Hyperparameters of a network and its training.
 
     Attributes:
-        width: of embeddings and of the convolution.
-        encoder: of the encoder's LSTM, per direction; the decoder's is twice that.
-        target: one of `parameters.TARGETS`.
-        token_dropout: how often a token is withheld in training, and only its number remains: with few problems, tokens
-            would be learnt by heart.
-        programs: drawn from the target of each example in each step.
-        jitter: standard deviation of what is added to the logarithms of sizes in training.
+        width: size of embeddings and channels of the convolution.
+        encoder: hidden size of the encoder's LSTM per direction; the decoder's is twice that.
+        target: one of `tokens.TARGETS`.
+        token_dropout: share of tokens withheld in training, so that only their numbers remain: with few problems,
+            tokens would be learnt by heart.
+        programs: programs drawn from each example's target in each step.
+        jitter: standard deviation of noise added to the logarithms of sizes in training.
+        seed: random seed.
     """
 
     width: int = 24
@@ -70,7 +71,7 @@ class SequenceNetwork(nn.Module):
         self.recipe = recipe
         d, h = recipe.width, recipe.encoder
         self.embedding = nn.Embedding(VOCABULARY, d)
-        nn.init.zeros_(self.embedding.weight)  # a token that never occurs says nothing
+        nn.init.zeros_(self.embedding.weight)  # a token that never occurs contributes nothing
         self.slope = nn.Parameter(torch.randn(len(FIELDS), d) / d**0.5)
         self.place = nn.Parameter(torch.randn(len(FIELDS), d) / d**0.5)
         self.conv = nn.Conv1d(d, d, 3, padding=1)
@@ -122,13 +123,13 @@ def _problems(examples: Sequence[Example], algorithms: Sequence[str]) -> tuple[T
 
 
 def train(examples: Sequence[Example], algorithms: Sequence[str], recipe: Recipe) -> SequenceNetwork:
-    """A network fitted to examples of one signature. The same seed gives the same network.
+    """Fit a network to examples of one signature. The same seed gives the same network.
 
     Args:
-        algorithms: those that share it; an example's place among them is its token.
+        algorithms: those that share the network; the index of an example's algorithm is its token.
 
     Raises:
-        ValueError: where there are no examples, or of several signatures.
+        ValueError: if there are no examples, or examples of several signatures.
     """
     if len({one.signature for one in examples}) != 1:
         raise ValueError("a network is trained on examples of one signature")
@@ -141,7 +142,7 @@ def train(examples: Sequence[Example], algorithms: Sequence[str], recipe: Recipe
     weights = torch.zeros(len(examples), max(map(len, targets)))
     for i, of in enumerate(targets):
         weights[i, : len(of)] = torch.tensor(list(of.values()))
-    # Drawn anew in every step, by weight: hundreds of programs may be nearly equal, and in time all are seen.
+    # Drawn again in every step, by weight: hundreds of programs may be nearly equal, and in time all are seen.
     drawn = min(recipe.programs, weights.shape[1])
     owner = torch.arange(len(examples)).repeat_interleave(drawn)
     offset = torch.tensor(firsts[:-1]).repeat_interleave(drawn)
@@ -161,19 +162,19 @@ def train(examples: Sequence[Example], algorithms: Sequence[str], recipe: Recipe
     return network.eval()
 
 
-# ---- as `decoding.Decoder` reads it -----------------------------------------------------------------------------
+# ---- export -----------------------------------------------------------------------------------------------------
 
 
 def _gates(t: Tensor | None, n: int) -> Tensor:
-    """Rows of an LSTM's four gates, as torch has them, in the order input, forget, output, candidate; the sigmoids'
-    halved."""
+    """Rows of an LSTM's four gates in the order input, forget, output, candidate (torch has candidate before output);
+    those of sigmoids halved."""
     assert t is not None
     i, f, g, o = t.detach().split(n)
     return torch.cat((i / 2, f / 2, o / 2, g))
 
 
 def export(network: SequenceNetwork) -> dict[str, Floats]:
-    """Its weights, float32, as `decoding.ARRAYS` names them."""
+    """The weights as `decoding.Decoder` reads them: name (one of `decoding.ARRAYS`) -> float32 array."""
     e, n = network.encoder, network.recipe.encoder
     # Both directions' gates alternate, and their recurrent matrices are the blocks of one.
     given, bias, recur = [], [], []
@@ -188,7 +189,7 @@ def export(network: SequenceNetwork) -> dict[str, Floats]:
         blocks[:, side, :, side] = recur[side]
     cell, d = network.decoder, network.recipe.width
     decode = _gates(cell.weight_ih, 2 * n)
-    # The place of a field is folded into its tokens.
+    # A field's position is folded into its tokens.
     embedding = network.embedding.weight + network.place.repeat_interleave(torch.tensor(FIELD_TOKENS), 0)
     arrays: dict[str, Any] = {
         "embedding": embedding,

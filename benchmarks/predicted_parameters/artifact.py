@@ -1,10 +1,8 @@
-"""Trained parameter networks of one device family, as a file: `params-<family>.npz`, beside the artifacts that choose
-algorithms.
+"""Trained parameter networks of one device family, as a file: `params-<family>.npz`, in this folder.
 
-No pickles: arrays named "<network>/<array>", and one JSON text, its `ParameterCard`. A network speaks for one
-signature (`parameters.Signature`). It says nothing of an algorithm whose parameters, their values or whose revision
-have changed since, of a problem outside of what was measured, and of an algorithm whose default did as well on
-held-out problems: those keep their defaults.
+No pickles: arrays named "<network>/<array>", and one JSON text, its `ParameterCard`. A network predicts for one
+signature (`tokens.Signature`). These keep their defaults: algorithms whose parameters, values or revision have changed
+since, problems outside of what was measured, and algorithms whose default did as well on held-out problems.
 """
 
 from __future__ import annotations
@@ -19,11 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from convselect.kernels._contract import Algorithm
-from convselect.model import _archive
-from convselect.model.decoding import ARRAYS, Decoder, beam_search
-from convselect.model.inference import ARTIFACTS, ArtifactError
-from convselect.model.parameters import (
+from benchmarks.predicted_parameters.decoding import ARRAYS, Decoder, beam_search
+from benchmarks.predicted_parameters.tokens import (
     ALGORITHM_TOKENS,
     DESCRIPTOR_VERSION,
     FIELDS,
@@ -34,25 +29,30 @@ from convselect.model.parameters import (
     covered,
     tokens,
 )
+from convselect.kernels._contract import Algorithm
+from convselect.model import _archive
+from convselect.model._archive import ArtifactError
 from convselect.problem import ConvProblem
 
+HERE = Path(__file__).parent
 FORMAT_VERSION = 1
 WHAT = "parameter file"
 LEAST_GAIN = 1.01
-"""Over the default, on held-out problems, in geometric mean; and two standard errors below it may be no loss."""
+"""Required geometric mean of speedups over the default on held-out problems; two standard errors below the mean must
+not be a loss."""
 
 
 @dataclasses.dataclass(frozen=True)
 class NetworkCard:
-    """One network.
+    """Description of one network.
 
     Attributes:
-        names, values: the parameters it decides, in order, and what each may be.
-        algorithms: those that share it, in the order of their tokens.
+        names, values: parameters, in order, and the possible values of each.
+        algorithms: those that share the network, in the order of their tokens.
         revisions: algorithm -> its revision when it was measured.
-        covers: what it was trained on (`parameters.coverage`).
-        figures: algorithm -> its own on held-out problems (`parameter_figures.figures`).
-        k: width of the beam.
+        covers: coverage of the training data (`tokens.coverage`).
+        figures: algorithm -> its figures on held-out problems (`figures.figures`).
+        k: beam width.
     """
 
     names: tuple[str, ...]
@@ -68,20 +68,22 @@ class NetworkCard:
         return Signature(self.names, self.values)
 
     def gains(self, algorithm: str) -> bool:
-        """Whether it was shown to do better than the default."""
+        """Whether predictions were shown to beat the algorithm's default."""
         found = self.figures.get(algorithm, {})
         return found.get("gain", 0.0) >= LEAST_GAIN and found.get("gain_low", 0.0) >= 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class ParameterCard:
-    """What a file of networks is, what it was measured on, and how well each did on problems it had not seen.
+    """Description of a file: its networks, their training data, and how well each did on held-out problems.
 
     Attributes:
-        family: the kind of machine, as `host.family_of_host` names it.
+        family: device family, as `host.family_of_host` names it.
         networks: in the order of the arrays' names.
-        versions, data, figures, limits: of libraries; of what it was trained on; of every method compared, by the
-            algorithms that share a network; what they do not cover.
+        versions: library -> version.
+        data: the training data.
+        figures: algorithms that share a network -> method -> figures.
+        limits: what the figures do not cover.
     """
 
     family: str
@@ -107,7 +109,7 @@ class ParameterCard:
         if versions != (FORMAT_VERSION, DESCRIPTOR_VERSION):
             raise ArtifactError(
                 f"the parameter file has format and descriptor {versions}; this version reads "
-                f"{(FORMAT_VERSION, DESCRIPTOR_VERSION)}: retrain it with `convselect train-params`"
+                f"{(FORMAT_VERSION, DESCRIPTOR_VERSION)}: retrain it"
             )
         try:
             networks = []
@@ -127,13 +129,13 @@ class ParameterCard:
 
 
 class ParameterPredictor:
-    """A loaded file. Safe to call from any thread: nothing is kept between calls.
+    """A loaded file. Thread-safe: it keeps nothing between calls.
 
     Args:
         networks: one dictionary of `decoding.ARRAYS` per network of the card.
 
     Raises:
-        ArtifactError: where arrays do not fit the card.
+        ArtifactError: if the arrays do not fit the card.
     """
 
     def __init__(self, card: ParameterCard, networks: Sequence[Mapping[str, Floats]]) -> None:
@@ -151,7 +153,7 @@ class ParameterPredictor:
         """Read a file, or the bytes of one.
 
         Raises:
-            ArtifactError: where it is missing, damaged, or made for another version.
+            ArtifactError: if it is missing, damaged, or made for another version.
         """
         text, stored = _archive.read(source, WHAT)
         card = ParameterCard.from_json(text)
@@ -161,9 +163,10 @@ class ParameterPredictor:
         return cls(card, [{name: stored[f"{i}/{name}"] for name in ARRAYS} for i in range(len(card.networks))])
 
     def params_for(self, problem: ConvProblem, algorithm: Algorithm, *, always: bool = False) -> dict[str, int] | None:
-        """A valid program of the algorithm on this problem, parameter -> value; None where its default should run: it
-        has no parameters, others than the network knows, another revision, the problem is outside of what was measured,
-        or the default did as well on held-out problems (`always` leaves this last one out).
+        """A valid program of the algorithm on this problem, parameter -> value; None if its default should run.
+
+        That is so if the algorithm has no parameters, other ones than the network knows, or another revision, if the
+        problem is outside of what was measured, and unless `always`, if the default did as well on held-out problems.
         """
         for i in self._of.get(algorithm.name, ()):
             card = self.card.networks[i]
@@ -210,17 +213,16 @@ def _checked(card: NetworkCard, arrays: Mapping[str, Floats]) -> dict[str, Float
     return _archive.finite(arrays, WHAT)
 
 
-def parameter_path(family: str, directory: str | os.PathLike[str] = ARTIFACTS) -> Path:
-    """Where the parameter networks of a device family lie; the file may not exist."""
+def parameter_path(family: str, directory: str | os.PathLike[str] = HERE) -> Path:
+    """Path of a device family's parameter networks; the file may not exist."""
     return Path(directory) / f"params-{family}.npz"
 
 
 def save(path: str | os.PathLike[str], card: ParameterCard, networks: Sequence[Mapping[str, Floats]]) -> None:
-    """Write a file, and its card once more as readable `.json` beside it. Matrices are stored in float16. It appears
-    whole or not at all.
+    """Write a file atomically, matrices in float16, and its card once more as readable `.json` beside it.
 
     Raises:
-        ArtifactError: where the arrays do not fit the card, or overflow float16.
+        ArtifactError: if the arrays do not fit the card, or overflow float16.
     """
     # The normalisation of the input stays exact: it is subtracted from numbers of its own size.
     stored = {
@@ -239,5 +241,5 @@ def save(path: str | os.PathLike[str], card: ParameterCard, networks: Sequence[M
 
 
 def finite(figures: Mapping[str, float]) -> dict[str, float]:
-    """Figures as a card has them: only numbers, and no times, so that one recipe makes one file."""
+    """Figures for a card: only finite numbers, and no times, so that the same recipe gives the same file."""
     return {name: value for name, value in figures.items() if name != "us" and math.isfinite(value)}

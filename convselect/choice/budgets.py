@@ -1,0 +1,100 @@
+"""Whether an algorithm may be chosen automatically: does it apply, and do the budgets in force admit it?"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+
+from convselect.kernels._contract import GRADE_OF_PRECISION, Algorithm
+from convselect.machine import memory
+from convselect.problem import ConvProblem
+from convselect.settings import Settings
+from convselect.warnings import warn_once
+
+NATIVE = "native"
+ASKED_FROM_BYTES = 16 * 2**20
+"""Workspaces up to this size are had from anywhere: how much memory is free is asked (50 us) only for larger ones."""
+
+
+class Shortage(str):
+    """A refusal because too little memory is free. That is usually temporary."""
+
+    __slots__ = ()
+
+
+def refusal(algorithm: Algorithm, problem: ConvProblem, settings: Settings) -> str | None:
+    """Why this algorithm may not be chosen automatically here: not applicable, disabled, not deterministic, too
+    imprecise, too much memory. A `Shortage` if only the memory that is free just now is too little."""
+    if not algorithm.automatic:
+        return "it runs only when asked for by name"
+    reason = algorithm.why_not(problem) or algorithm.same_as_native(problem)
+    return over_budget(algorithm, problem, settings) if reason is None else reason
+
+
+def over_budget(algorithm: Algorithm, problem: ConvProblem, settings: Settings) -> str | None:
+    """One sentence about the budget that does not admit an applicable algorithm; None if all admit it. Native is always
+    admitted."""
+    if algorithm.name == NATIVE:
+        return None
+    if is_disabled(algorithm.name, settings.disabled):
+        return "it is disabled (CONVSELECT_DISABLE or use(disable=...))"
+    if problem.deterministic and not algorithm.deterministic(problem):
+        return "its results may differ from run to run, and deterministic ones are asked for"
+    if settings.batch_invariant and problem.device != "cpu" and algorithm.may_be_unready:
+        return "native runs until it is ready, so results would not be those of an image alone"
+    grade = algorithm.error_grade(problem)
+    if grade > GRADE_OF_PRECISION[settings.precision]:
+        return f"its error grade {grade.name} is over the precision budget {settings.precision!r}"
+    needed = algorithm.workspace_bytes(problem)
+    if needed > settings.workspace_bytes:
+        return f"it needs {_mib(needed)} of workspace and {_mib(settings.workspace_bytes)} are allowed"
+    return _shortage(needed, problem.device, settings) if needed > ASKED_FROM_BYTES else None
+
+
+def _shortage(needed: int, device: str, settings: Settings) -> str | None:
+    share = settings.workspace_share
+    if settings.batch_invariant:
+        # What is free differs from call to call: choices would, too. What there is does not.
+        total = memory.total_bytes(device)
+        if total is None or needed <= share * total:
+            return None
+        return f"it needs {_mib(needed)} of workspace and {share:.0%} of all {_mib(total)} are allowed"
+    free = memory.free_bytes(device)
+    if free is None or needed <= share * free:
+        return None
+    return Shortage(
+        f"it needs {_mib(needed)} of workspace and {share:.0%} of the {_mib(free)} that are free are allowed"
+    )
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.0f} MiB"
+
+
+@functools.lru_cache(maxsize=1024)
+def is_disabled(name: str, disabled: tuple[str, ...]) -> bool:
+    """Whether an algorithm is switched off: by its name, or by a beginning that ends where a number or another word
+    begins ("winograd" all of winograd2 to winograd7, "fft" fft and fft_tiled). Native never is."""
+    return name != NATIVE and any(
+        name == start or (name.startswith(start) and (name[len(start)] == "_" or name[len(start)].isdigit()))
+        for start in disabled
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def check_disabled(disabled: tuple[str, ...], names: tuple[str, ...]) -> None:
+    """Warn, once, of what is to be disabled and is no algorithm, with the names nearest to it."""
+    wrong = []
+    families = {name.rstrip("0123456789") for name in names}
+    for start in disabled:
+        if start == NATIVE:
+            wrong.append("native cannot be disabled")
+        elif not any(is_disabled(name, (start,)) for name in names):
+            near = difflib.get_close_matches(start, sorted({*names, *families} - {NATIVE}), 3, 0.5)
+            hint = f" (did you mean {' or '.join(near)}?)" if near else ""
+            wrong.append(f"there is no algorithm {start!r}{hint}")
+    if wrong:
+        warn_once(
+            f"disable:{','.join(disabled)}",
+            f"convselect: of what CONVSELECT_DISABLE or disable= names: {'; '.join(wrong)}.",
+        )

@@ -1,0 +1,138 @@
+"""A choice run on its operands: what eager calls and operators of compiled graphs have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from convselect.aten.strides import with_strides
+from convselect.choice.choose import NATIVE, Choice
+from convselect.eager import batch
+from convselect.eager.live_trial import LiveTrial, is_out_of_memory
+from convselect.eager.resolve import choice_for
+from convselect.kernels.pool import BY_NAME
+from convselect.lru import on_clear
+from convselect.model import loaded
+from convselect.model.loaded import idle
+from convselect.problem import ConvProblem
+from convselect.warnings import warn_once
+
+_any_autocast: Any = torch._C._is_any_autocast_enabled
+
+
+def execute(
+    choice: Choice | LiveTrial,
+    a: Tensor,
+    b: Tensor,
+    problem: ConvProblem,
+    strides: tuple[int, ...],
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Run the chosen algorithm on its operands. The automatic choice falls back to native; a forced one raises.
+
+    Args:
+        a, b: the operands of `Algorithm.run`, in its order.
+        strides: aten's, of the result.
+        bias: (K,), in the forward direction.
+    """
+    idle.left -= 1
+    if idle.left < 0:
+        loaded.release_idle()
+    if isinstance(choice, LiveTrial):
+        return _on_trial(choice, a, b, problem, strides, bias)
+    if choice.per_image is not None:
+        settings = choice.per_image
+        result = batch.run(
+            lambda one: choice_for(one, settings), _attempt, _native, a, b, problem, strides, bias, settings
+        )
+    else:
+        # None: it is still being compiled, or failed; or a transform turned one NaN or infinity into a tile or an
+        # image of them, and native keeps them where they belong.
+        attempted = _attempt(choice, a, b, problem, bias)
+        result = _native(a, b, problem, bias) if attempted is None else attempted
+    if result.stride() == strides and not result._is_view():
+        return result
+    return with_strides(result, strides)
+
+
+def _on_trial(
+    trial: LiveTrial, a: Tensor, b: Tensor, problem: ConvProblem, strides: tuple[int, ...], bias: Tensor | None
+) -> Tensor:
+    def run(name: str) -> Tensor | None:
+        found = without_autocast(BY_NAME[name].run_checked, a, b, problem, trial.params_of(name), bias)
+        return None if found is None else with_strides(found, strides)
+
+    return trial.run(run, a.device)
+
+
+def without_autocast(function: Any, *arguments: Any) -> Any:
+    """Call `function` with autocast off: algorithms compute in the dtype they are given, and inside a backward under
+    autocast ATen would cast again."""
+    if not _any_autocast():
+        return function(*arguments)
+    device = next(a.device.type for a in arguments if isinstance(a, Tensor))
+    with torch.autocast(device, enabled=False):
+        return function(*arguments)
+
+
+def _native(a: Tensor, b: Tensor, problem: ConvProblem, bias: Tensor | None) -> Tensor:
+    return without_autocast(BY_NAME[NATIVE].run_checked, a, b, problem, None, bias)  # type: ignore[no-any-return]
+
+
+def _attempt(choice: Choice, a: Tensor, b: Tensor, problem: ConvProblem, bias: Tensor | None) -> Tensor | None:
+    """The chosen algorithm's result; None if it has to be left to native. A forced one raises what it raises."""
+    algorithm = BY_NAME[choice.algorithm]
+    forced = choice.source == "forced"
+    failing = bool(failures) and not forced
+    if failing and _rests(algorithm.name, problem):
+        return None
+    try:
+        if not forced and algorithm.may_be_unready and not algorithm.ready(problem, choice.params):
+            return None
+        result: Tensor | None = without_autocast(algorithm.run_checked, a, b, problem, choice.params, bias)
+    except Exception as error:
+        if forced or algorithm.name == NATIVE:
+            raise
+        _failed(algorithm.name, problem, error)
+        return None
+    if failing:
+        failures.pop((algorithm.name, problem), None)
+    return result
+
+
+# ---- failures -------------------------------------------------------------------------------------------------------
+
+FAILURES_IN_A_ROW = 3
+"""After this many on one problem an algorithm rests there: an exception per call is no way to run native."""
+REST_CALLS = 256
+"""How many calls it rests. Then it is tried again: memory shortages are usually temporary."""
+_MOST_FAILING = 1024
+
+# (algorithm, problem) -> [failures in a row, calls left to rest]. Empty if nothing goes wrong, and then it costs
+# nothing. No lock, which a fork might find taken: threads that meet here lose a count at most.
+failures: dict[tuple[str, ConvProblem], list[int]] = {}
+on_clear(failures.clear)
+
+
+def _rests(name: str, problem: ConvProblem) -> bool:
+    entry = failures.get((name, problem))
+    if entry is None or entry[1] <= 0:
+        return False
+    entry[1] -= 1
+    return True
+
+
+def _failed(name: str, problem: ConvProblem, error: Exception) -> None:
+    if len(failures) >= _MOST_FAILING:
+        failures.clear()
+    entry = failures.setdefault((name, problem), [0, 0])
+    entry[0] += 1
+    if entry[0] >= FAILURES_IN_A_ROW:
+        entry[1] = REST_CALLS
+    if is_out_of_memory(error):
+        topic, what = f"memory:{name}", f"{name} found too little memory for"
+    else:
+        topic, what = f"failed:{name}", f"{name} failed on"
+    warn_once(topic, f"convselect: {what} {problem} ({error!r}); native runs instead.")

@@ -1,0 +1,171 @@
+"""A problem's choice: out of this process's cache, the store or the model; or a trial that is to find one.
+
+What eager calls and operators of compiled graphs have in common; nothing here runs a convolution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from convselect.choice.choose import NATIVE, Choice, Prediction, choose, nominees
+from convselect.choice.trial import Outcome
+from convselect.eager import batch, live_trial, log, measured
+from convselect.eager.live_trial import LiveTrial
+from convselect.kernels._contract import Algorithm
+from convselect.kernels.pool import BY_NAME
+from convselect.lru import LRU, Entry, on_clear
+from convselect.model import loaded
+from convselect.problem import ConvProblem, Direction
+from convselect.settings import CACHE_ENTRIES, TIMING, Settings
+from convselect.store import process
+
+Found = Choice | LiveTrial
+
+
+class _Chosen(Entry):
+    """A cached choice, or the trial that is to find one."""
+
+    __slots__ = ("found",)
+
+    def __init__(self, found: Found) -> None:
+        super().__init__()
+        self.found = found
+
+
+choices = LRU(CACHE_ENTRIES)
+on_clear(choices.clear)
+
+
+def choice_for(problem: ConvProblem, settings: Settings) -> Choice:
+    """The choice for one problem: out of the cache, or made now and cached. Never times anything."""
+    found = _cached((problem, settings)) or _resolve(problem, settings)
+    return found.current if isinstance(found, LiveTrial) else found
+
+
+def eager_choice(problem: ConvProblem, settings: Settings) -> Found:
+    """As `choice_for`, for calls that really run now and may be timed: under "measure" everything is timed before the
+    first call; under "verify" the first calls decide."""
+    found = _cached((problem, settings)) or _resolve(problem, settings)
+    if isinstance(found, LiveTrial):
+        return found.final or found
+    if settings.policy != "measure" or settings.batch_invariant:
+        return found
+    if found.source not in ("measure", "store"):
+        found = measured.measured(problem, settings) or found
+        if log.logger.isEnabledFor(log.INFO):
+            log.chosen(problem, found, settings, None)
+    if found.source in ("measure", "store"):
+        choices.put((problem, settings), _Chosen(found))
+    return found
+
+
+def _cached(key: tuple[ConvProblem, Settings]) -> Found | None:
+    entry = choices.entries.get(key)
+    if entry is None:
+        return None
+    entry.age = choices.clock
+    return entry.found  # type: ignore[no-any-return]
+
+
+def _resolve(problem: ConvProblem, settings: Settings) -> Found:
+    """Make the choice and cache it. Under "measure" a choice without a measurement is a makeshift, and not cached."""
+    key = (problem, settings)
+    per_image = settings.batch_invariant and problem.direction != Direction.BACKWARD_WEIGHT
+    if per_image:
+        problem = batch.single(problem)
+    predictor = _Once()
+    stored = None if problem.deterministic else lambda p: _stored(p, settings)
+    choice = choose(problem, BY_NAME, settings, store=stored, predictor=predictor)
+    if per_image:
+        choice = replace(choice, per_image=settings)
+    if log.logger.isEnabledFor(log.INFO) and (settings.policy != "measure" or choice.source == "store"):
+        log.chosen(problem, choice, settings, predictor.said)
+    found = _on_trial(problem, settings, choice, predictor.said) or choice
+    raced = choices.entries.get(key)
+    if raced is not None:  # by another thread, which may have begun a trial
+        return raced.found  # type: ignore[no-any-return]
+    if settings.policy != "measure" or per_image:
+        choices.put(key, _Chosen(found))
+    return found
+
+
+class _Once:
+    """The model, loaded only if it is asked; what it said about the one problem that it is asked about."""
+
+    def __init__(self) -> None:
+        self.said: Prediction | None = None
+
+    def predict(self, problem: ConvProblem) -> Prediction | None:
+        predictor = loaded.get_for(problem)
+        self.said = None if predictor is None else predictor.predict(problem)
+        return self.said
+
+
+def _on_trial(
+    problem: ConvProblem, settings: Settings, choice: Choice, prediction: Prediction | None
+) -> LiveTrial | None:
+    """The trial that checks this choice, or watches it; None if it needs neither."""
+    if settings.policy not in TIMING or problem.deterministic or settings.batch_invariant:
+        return None
+    candidates: list[str] = []
+    if settings.policy == "verify" and choice.source != "store" and prediction is not None:
+        candidates = nominees(problem, BY_NAME, settings, prediction)
+    if not candidates and not (settings.audit and choice.algorithm != NATIVE):
+        return None
+    trial = LiveTrial(problem, choice, candidates, audit=settings.audit, on_settled=_Keeper(problem, settings))
+    trial.store_result = not choice.memory_limited
+    return trial
+
+
+# ---- the store ------------------------------------------------------------------------------------------------------
+
+
+def _stored(problem: ConvProblem, settings: Settings) -> Choice | None:
+    """What an earlier process found out, if it was about the algorithm as it is today."""
+    decision = process.look_up(problem, settings.budgets)
+    if decision is None or (settings.policy == "measure" and decision.source not in ("measure", "tune")):
+        return None
+    algorithm = BY_NAME.get(decision.algorithm)
+    if algorithm is None or algorithm.revision != decision.revision:
+        return None
+    if decision.params is not None and not _params_still_valid(algorithm, problem, decision.params, settings):
+        return None
+    return Choice(decision.algorithm, "store", decision.params, decision.gain)
+
+
+def _params_still_valid(
+    algorithm: Algorithm, problem: ConvProblem, params: Mapping[str, Any], settings: Settings
+) -> bool:
+    """Whether these are still values that the algorithm's parameters may have, within the memory that is allowed: tuned
+    ones outlive what was tuned."""
+    if algorithm.why_not(problem) is not None:
+        return False
+    space = algorithm.space(problem)
+    if space is None or not space.is_valid(problem, params):
+        return False
+    return algorithm.workspace_bytes(problem, params) <= settings.workspace_bytes
+
+
+def params_of(name: str, problem: ConvProblem, settings: Settings) -> Mapping[str, Any] | None:
+    """Parameters of an algorithm that a graph names: those it was tuned with on this machine; None for its default."""
+    if not settings.chooses or settings.batch_invariant:
+        return None
+    stored = None if problem.deterministic else _stored(problem, settings)
+    return stored.params if stored is not None and stored.algorithm == name else None
+
+
+class _Keeper:
+    """Logs what a trial found, and writes it to the store unless it holds for the moment only."""
+
+    def __init__(self, problem: ConvProblem, settings: Settings) -> None:
+        self._problem, self._settings = problem, settings
+
+    def __call__(self, choice: Choice, outcome: Outcome, store_result: bool) -> None:
+        log.settled(self._problem, outcome.algorithm, outcome.gain, outcome.rounds, outcome.reason)
+        if store_result:
+            live_trial.keep(self._problem, self._settings, choice, outcome.rounds)
+
+
+__all__ = ["Found", "choice_for", "choices", "eager_choice", "params_of"]

@@ -1,0 +1,166 @@
+"""Ways to run a frozen layer, and the choice among them by measuring.
+
+Each candidate is first compared with PyTorch's own operations in float32 on the operands at hand, and is timed only if
+it agrees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from convselect.choice.budgets import over_budget
+from convselect.kernels._contract import Algorithm, Grade
+from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, canonical_strides
+from convselect.settings import Settings
+from convselect.timing import Timing, interleaved
+
+Run = Callable[..., Tensor]
+
+FORMATS = {CONTIGUOUS: torch.contiguous_format, CHANNELS_LAST: torch.channels_last}
+# Relative L2 distance to float32 operations: the grade's own bound plus the error of those operations.
+_TOLERANCE = {Grade.DIRECT: 4e-6, Grade.CLOSE: 1.2e-5, Grade.LOOSE: 2.4e-5}
+_TOLERANCE_16_BIT = {torch.bfloat16: 6e-3, torch.float16: 1e-3}
+# oneDNN's names for an activation, and its parameters.
+ONEDNN_ACTIVATIONS: dict[str | None, tuple[str, list[float], str]] = {
+    None: ("none", [], ""), "relu": ("relu", [], ""), "relu6": ("hardtanh", [0.0, 6.0], ""), "silu": ("swish", [], ""),
+    "gelu": ("gelu", [], "none"),
+}  # fmt: skip
+_FAR_OFF = 1.4  # a candidate slower by more than this factor in two calls is not timed again
+
+
+class OtherForm(Exception):
+    """An operand does not have the planned shape: its size depends on data."""
+
+
+@dataclass(eq=False)
+class Candidate:
+    """One way to run a frozen layer on inputs of one shape.
+
+    Attributes:
+        bind: `bind(x, residual, out)` makes the function to call, `run(x, residual)`. An operand that will be the same
+            memory at every call may be given here; the function then ignores what it is called with.
+        pack: key of the packed weight that it needs; None if it needs none.
+        writes_out: whether `bind` can be given the memory to write to.
+        wants_finite: a NaN or an infinity may spread (transform methods) or come out as a number (oneDNN's max(NaN, 0)
+            is 0).
+    """
+
+    name: str
+    grade: Grade
+    bind: Callable[[Tensor | None, Tensor | None, Tensor | None], Run]
+    pack: Hashable = None
+    writes_out: bool = False
+    wants_finite: bool = False
+
+
+class Form(NamedTuple):
+    """How a tensor has to lie in memory."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    memory_format: torch.memory_format
+
+    @classmethod
+    def dense(cls, shape: tuple[int, ...], layout: str, dtype: torch.dtype) -> Form:
+        """An image (N, C, H, W) in this layout."""
+        return cls(torch.Size(shape), canonical_strides(shape, layout), dtype, FORMATS[layout])
+
+    def of(self, t: Tensor) -> Tensor:
+        """The tensor itself or a copy in this form.
+
+        Raises:
+            OtherForm: if shape or dtype differ.
+        """
+        if t.shape != self.shape or t.dtype != self.dtype:
+            raise OtherForm
+        return t if t.stride() == self.strides else t.contiguous(memory_format=self.memory_format)
+
+    def new(self) -> Tensor:
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="cpu")
+
+
+def fastest(
+    functions: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    deadline_s: float,
+    handicaps: Mapping[str, float] | None = None,
+) -> str:
+    """The name of the function with the least time, each multiplied by its handicap."""
+    first = timed(functions, 2, deadline_s)
+    least = min(timing.min_us for timing in first.values())
+    close = {name: function for name, function in functions.items() if first[name].min_us < _FAR_OFF * least}
+    timings = timed(close, rounds, deadline_s)
+    handicaps = handicaps or {}
+    return min(timings, key=lambda name: timings[name].min_us * handicaps.get(name, 1.0))
+
+
+def timed(functions: Mapping[str, Callable[[], Any]], rounds: int, deadline_s: float) -> dict[str, Timing]:
+    """Interleaved timings; with one thread its CPU time, so that other processes do not count."""
+    timings = interleaved(functions, rounds, deadline_s=deadline_s)
+    if torch.get_num_threads() > 1:
+        return timings
+    return {name: timing.on_thread_clock for name, timing in timings.items()}
+
+
+def finish(y: Tensor, residual: Tensor | None, activation: str | None) -> Tensor:
+    """activation(y + residual); may overwrite y."""
+    if residual is not None:
+        y = y.add_(residual) if residual.shape == y.shape and residual.dtype == y.dtype else y + residual
+    if activation == "relu":
+        return torch.relu_(y)
+    if activation == "relu6":
+        return F.hardtanh_(y, 0.0, 6.0)
+    if activation == "gelu":
+        return torch.ops.aten.gelu_(y)  # type: ignore[no-any-return]
+    return F.silu(y, inplace=True) if activation == "silu" else y
+
+
+def distance(got: Tensor, want: Tensor) -> float:
+    """Relative L2 distance; infinite if either is not finite or the shapes differ."""
+    if got.shape != want.shape:
+        return float("inf")
+    norm = torch.linalg.vector_norm(want.double())
+    off = torch.linalg.vector_norm(got.double() - want.double())
+    result = float(off) if float(norm) == 0.0 else float(off / norm)
+    return result if result == result else float("inf")
+
+
+def onednn_takes(dtype: str) -> bool:
+    """Whether oneDNN is available, switched on, and has fast kernels for this dtype on this processor."""
+    if not torch.backends.mkldnn.is_available() or not torch._C._get_mkldnn_enabled():
+        return False
+    ops = torch.ops.mkldnn
+    supported = {"bfloat16": ops._is_mkldnn_bf16_supported, "float16": ops._is_mkldnn_fp16_supported}
+    return dtype == "float32" or (dtype in supported and bool(supported[dtype]()))
+
+
+def admitted(algorithm: Algorithm, problem: ConvProblem, settings: Settings) -> bool:
+    """Whether it applies, is not disabled and is within the budgets."""
+    if algorithm.why_not(problem) is not None:
+        return False
+    try:
+        return over_budget(algorithm, problem, settings) is None
+    except NotImplementedError:
+        return False
+
+
+def agreeing(candidates: list[Candidate], x: Tensor, residual: Tensor | None, reference: Tensor) -> dict[str, Run]:
+    """Functions of the candidates that compute `reference` within tolerance; those that raise are left out."""
+    found: dict[str, Run] = {}
+    for candidate in candidates:
+        try:
+            run = candidate.bind(None, None, None)
+            got = run(x, residual)
+        except (RuntimeError, MemoryError):  # NotImplementedError is a RuntimeError
+            continue
+        tolerance = _TOLERANCE_16_BIT.get(x.dtype, _TOLERANCE[candidate.grade])
+        if got.dtype == x.dtype and distance(got, reference) <= tolerance:
+            found[candidate.name] = run
+    return found

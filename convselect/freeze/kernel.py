@@ -1,0 +1,119 @@
+"""Kernels of the C library as frozen layers call them: on structures and pointers that are made once."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+
+from convselect.freeze.candidates import Form, Run, finish
+from convselect.kernels import _library, depthwise, direct
+from convselect.problem import ConvProblem
+
+if TYPE_CHECKING:
+    from convselect.freeze.layer import FrozenLayer
+
+
+class Kernel(NamedTuple):
+    """A kernel of the C library.
+
+    Attributes:
+        algorithm: name of the algorithm whose `why_not`, budgets and error grade apply.
+        name: the C function.
+        leading_ints: integers that it takes ahead of its operands.
+        pack: packs the weight; None if the kernel reads it as it is.
+    """
+
+    algorithm: str
+    name: str
+    leading_ints: tuple[int, ...] = ()
+    pack: Callable[[Tensor, ConvProblem], Tensor] | None = None
+
+    def pack_key(self, problem: ConvProblem) -> Hashable:
+        return (self.name, problem.layout, problem.dtype, problem.threads)
+
+
+DIRECT = Kernel("direct", "cs_direct_frozen", (), direct.pack)
+DEPTHWISE = Kernel("depthwise", "cs_depthwise")
+DEPTHWISE_PACKED = Kernel("depthwise", "cs_depthwise_frozen", (), depthwise.pack)
+KERNELS = (
+    *(Kernel(f"winograd{m}", "cs_winograd", (m,)) for m in (2, 3, 4, 5, 6, 7)),
+    DEPTHWISE,
+    Kernel("grouped", "cs_grouped"),
+    DIRECT,
+)
+
+
+class KernelCall(NamedTuple):
+    """`function(*leading, x, *weight, y, epilogue)` of the C library, as a layer calls it.
+
+    Attributes:
+        leading: arguments ahead of x's address.
+        weight: the address of the packed weight; empty if `leading` has it.
+        owners: the objects whose memory `leading` and `weight` point to.
+        layer: has bias, residual (in the form of y) and activation.
+        native: computes the same for operands of any shape.
+    """
+
+    function: Any
+    leading: tuple[Any, ...]
+    weight: tuple[Any, ...]
+    owners: Any
+    layer: FrozenLayer
+    native: Run
+    x_form: Form
+    y_form: Form
+
+    def bind(self, x: Tensor | None, residual: Tensor | None, out: Tensor | None) -> Run:
+        """See `Candidate.bind`."""
+        bias, has_residual, activation = self.layer.bias_float32, self.layer.has_residual, self.layer.activation
+        in_kernel = activation in _library.ACTIVATIONS
+        code = _library.ACTIVATIONS[activation if in_kernel else None]
+        # The structure belongs to this function alone: its residual changes from call to call.
+        epilogue = _library.Epilogue(None if bias is None else bias.data_ptr(), None, code, 0)
+        if residual is not None:
+            epilogue.residual = residual.data_ptr()
+        reference = None if bias is None and not has_residual and not code else ctypes.byref(epilogue)
+        activate = None if in_kernel else lambda y: finish(y, None, activation)
+        if x is not None and out is not None and (residual is not None or not has_residual):
+            return self._on_fixed_memory(x, out, reference, activate)
+        return self._on_any_memory(out, epilogue, reference, activate)
+
+    def _on_fixed_memory(self, fixed_x: Tensor, fixed_out: Tensor, reference: Any, activate: Any) -> Run:
+        function, pointer = self.function, ctypes.c_void_p
+        arguments = (*self.leading, pointer(fixed_x.data_ptr()), *self.weight, pointer(fixed_out.data_ptr()), reference)
+
+        def run(x: Tensor, residual: Tensor | None = None, owners: Any = self.owners) -> Tensor:
+            status = function(*arguments)
+            if status != _library.OK:
+                return self._computed_natively(status, fixed_out, x, residual)
+            return fixed_out if activate is None else activate(fixed_out)
+
+        return run
+
+    def _on_any_memory(self, fixed_out: Tensor | None, epilogue: Any, reference: Any, activate: Any) -> Run:
+        function, leading, weight = self.function, self.leading, self.weight
+        x_form, y_form, new = self.x_form, self.y_form, self.y_form.new
+        x_shape, x_strides, dtype, _ = x_form
+
+        def run(x: Tensor, residual: Tensor | None = None, owners: Any = self.owners) -> Tensor:
+            if x.stride() != x_strides or x.shape != x_shape or x.dtype != dtype:
+                x = x_form.of(x)
+            if residual is not None:
+                residual = y_form.of(residual)
+                epilogue.residual = residual.data_ptr()
+            out = fixed_out if fixed_out is not None else new()
+            status = function(*leading, x.data_ptr(), *weight, out.data_ptr(), reference)
+            if status != _library.OK:
+                return self._computed_natively(status, out, x, residual)
+            return out if activate is None else activate(out)
+
+        return run
+
+    def _computed_natively(self, status: int, out: Tensor, x: Tensor, residual: Tensor | None) -> Tensor:
+        """Raises NotImplementedError if the kernel declined for another reason than memory or values not finite."""
+        if status not in (_library.NO_MEMORY, _library.NONFINITE):
+            raise NotImplementedError(f"{self.function.__name__} does not take {tuple(x.shape)}")
+        return out.copy_(self.native(x, residual))

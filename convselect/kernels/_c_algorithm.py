@@ -1,0 +1,81 @@
+"""What the algorithms of `csrc/` have in common: one kernel computes all three directions, and adds the bias."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from convselect.kernels import _library
+from convselect.kernels._contract import Algorithm, Params
+from convselect.kernels._tuning import in_order, in_slots
+from convselect.problem import ConvProblem, Direction
+
+
+def why_not_in_c(what: str, problem: ConvProblem) -> str | None:
+    """Why no kernel of the C library computes on this device, in this element type or at all: a sentence about `what`,
+    None if one may."""
+    if problem.device != "cpu":
+        return f"{what} runs on CPUs; this problem is on {problem.device}."
+    if problem.dtype == "float64":
+        return f"{what} computes in float32; this problem is in float64."
+    if not _library.available():
+        return f"{what} needs the C kernels, which this installation was built without."
+    return None
+
+
+class CAlgorithm(Algorithm):
+    """One kernel of the C library; if it does not compute a problem, PyTorch's operations may (`_without_c`)."""
+
+    kernel: str
+    """The kernel's name in csrc/kernels.h; its scratch memory is asked of the function `<kernel>_bytes`."""
+    slots: tuple[str, ...]
+    """Parameters in the order of the kernel's slots of `cs_conv.tune`: csrc/convselect.h."""
+    before: tuple[int, ...] = ()
+    """Integers that the kernel takes ahead of its operands."""
+
+    def _in_c(self, problem: ConvProblem, params: Params = None) -> tuple[int, ...] | None:
+        """`before` for this problem; None if the kernel does not compute it."""
+        return self.before if problem.dtype != "float64" and _library.available() else None
+
+    def _without_c(self, a: Tensor, b: Tensor, problem: ConvProblem, params: Params) -> Tensor:
+        raise NotImplementedError(f"{self.name} does not compute {problem} without the C kernels")
+
+    def _bytes_without_c(self, problem: ConvProblem, params: Params) -> int:
+        raise NotImplementedError(f"{self.name} does not compute {problem} without the C kernels")
+
+    def _tune(self, problem: ConvProblem, params: Params) -> tuple[int, ...]:
+        return in_slots(self, problem, params, self.slots)
+
+    def batch_invariant(self, problem: ConvProblem) -> bool:
+        return self._in_c(problem) is not None  # each result is summed in an order that its place in the image decides
+
+    def workspace_bytes(self, problem: ConvProblem, params: Params = None) -> int:
+        before = self._in_c(problem, params)
+        if before is None:
+            return self._bytes_without_c(problem, params)
+        return _library.workspace_bytes(f"{self.kernel}_bytes", problem, before, in_order(params, self.slots))
+
+    def run(self, a: Tensor, b: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
+        tune = () if params is None else self._tune(problem, params)
+        before = self._in_c(problem, params)
+        if before is None:
+            return self._without_c(a, b, problem, params)
+        return _library.call(self.kernel, a, b, problem, before, tune=tune)
+
+    def run_checked(
+        self, a: Tensor, b: Tensor, problem: ConvProblem, params: Params = None, bias: Tensor | None = None
+    ) -> Tensor | None:
+        before = self._in_c(problem, params)
+        if before is None:
+            return super().run_checked(a, b, problem, params, bias)
+        tune = () if params is None else self._tune(problem, params)
+        out, finite = _library.call_checked(self.kernel, a, b, problem, before, bias, tune=tune)
+        return out if finite else None
+
+    def forward(self, x: Tensor, weight: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
+        return self.run(x, weight, problem.with_direction(Direction.FORWARD), params)
+
+    def backward_data(self, grad_y: Tensor, weight: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
+        return self.run(grad_y, weight, problem.with_direction(Direction.BACKWARD_DATA), params)
+
+    def backward_weight(self, x: Tensor, grad_y: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
+        return self.run(x, grad_y, problem.with_direction(Direction.BACKWARD_WEIGHT), params)

@@ -1,0 +1,232 @@
+"""`summary(model)`: what `convert` and `freeze` made of a model's convolutions, and what has been measured of them.
+
+Derived from the model itself at every call, so that it holds for deep copies and unpickled models as well.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import nn
+
+from convselect.eager import resolve
+from convselect.eager.live_trial import LiveTrial
+from convselect.freeze.chains import why_not_frozen
+from convselect.freeze.freeze import FrozenForward, frozen_forwards, parents
+from convselect.layer import SelectedConv2d, check_module, why_not_converted
+from convselect.problem import ConvProblem, padding_sides, pair
+
+_MEASURED = ("verify", "measure", "store")
+
+
+@dataclass(frozen=True)
+class LayerChoice:
+    """A choice that this process has made by measuring, or is making.
+
+    Attributes:
+        layers: the converted layers with the problem's geometry. Which of them met its image size is not recorded.
+        problem: the sizes, and the direction.
+        source: "trial" (being timed), "verify" or "measure" (timed in this process), "store" (timed in an earlier one).
+        algorithms: the one chosen; for a trial, native and the candidates that are left.
+        gain: speed relative to native; None if it is not known, as during a trial.
+    """
+
+    layers: tuple[str, ...]
+    problem: ConvProblem
+    source: str
+    algorithms: tuple[str, ...]
+    gain: float | None
+
+
+@dataclass(frozen=True)
+class FrozenInput:
+    """How one frozen module computes inputs of one kind.
+
+    Attributes:
+        module: its name; "" is the model itself.
+        input: shapes, element types and number of threads, in words.
+        layout: the layout between the layers; None if the module runs as it was, since nothing was faster.
+        chosen: layer -> what runs it: "native", "onednn_packed", "gemm", an algorithm of the pool, or "block" for each
+            layer of an inverted residual block that runs as one call.
+        eager_us, frozen_us: medians of the module's forward before and now, in us; None if they were not measured.
+    """
+
+    module: str
+    input: str
+    layout: str | None
+    chosen: dict[str, str]
+    eager_us: float | None
+    frozen_us: float | None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What convselect does with a model. `str()` is for reading, `to_json()` for programs. "" names the model itself.
+
+    Attributes:
+        converted: layer -> its policy, for every layer that chooses; None: the policy in force.
+        left_alone: convolution -> a sentence with the reason, for every one that is neither converted nor frozen.
+        frozen: modules whose forward is frozen.
+        folded: convolution -> the batch normalisation that is now part of its weight and bias.
+        fused: frozen layer -> what is folded in or runs in its epilogue: "batch norm", "scale", "bias", "residual",
+            "relu", "relu6", "silu", "gelu". Layers are convolutions, and linear layers of up to 16 MiB beside them.
+        not_fused: name -> reason, for convolutions in a frozen model that run as they are or by themselves, and for
+            modules that were not frozen as a whole.
+        inputs: a row per frozen module and kind of input that it has met.
+        on_trial: problems of converted layers that are being timed on real calls.
+        measured: problems of converted layers that were settled by timing.
+    """
+
+    converted: dict[str, str | None]
+    left_alone: dict[str, str]
+    frozen: tuple[str, ...]
+    folded: dict[str, str]
+    fused: dict[str, tuple[str, ...]]
+    not_fused: dict[str, str]
+    inputs: tuple[FrozenInput, ...]
+    on_trial: tuple[LayerChoice, ...]
+    measured: tuple[LayerChoice, ...]
+
+    def to_json(self) -> str:
+        values = asdict(self)
+        for row, choice in zip(
+            (*values["on_trial"], *values["measured"]), (*self.on_trial, *self.measured), strict=True
+        ):
+            row["problem"] = str(choice.problem)
+        return json.dumps(values, indent=2)
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        yield f"{len(self.converted)} convolutions converted, {len(self.left_alone)} left alone"
+        for policy in dict.fromkeys(policy for policy in self.converted.values() if policy is not None):
+            yield f"  policy {policy}: {_names(name for name, own in self.converted.items() if own == policy)}"
+        yield from (f"  {_name(name)}: {why}" for name, why in self.left_alone.items())
+        if self.frozen:
+            norms = f"{len(self.folded)} batch normalisations folded"
+            yield f"{len(self.fused)} layers frozen in {len(self.frozen)} parts, {norms}"
+            for name, parts in self.fused.items():
+                yield f"  {_name(name)}: {', '.join(parts) or 'nothing to fuse'}"
+            yield from (f"  not fused: {_name(name)}: {why}" for name, why in self.not_fused.items())
+        for row in self.inputs:
+            times = "" if row.eager_us is None else f", {row.eager_us:.0f} us before, {row.frozen_us:.0f} us now"
+            yield f"{_name(row.module)} for {row.input}: {row.layout or 'as it was'}{times}"
+            yield from (f"  {_name(name)}: {candidate}" for name, candidate in row.chosen.items())
+        for choice in self.on_trial:
+            yield f"on trial: {choice.problem}: {', '.join(choice.algorithms)} ({_names(choice.layers)})"
+        for choice in self.measured:
+            gain = "" if choice.gain is None else f", {choice.gain:.2f} times native's speed"
+            yield f"measured: {choice.problem}: {choice.algorithms[0]}{gain} ({_names(choice.layers)})"
+
+
+def summary(model: nn.Module) -> Summary:
+    """What is converted, frozen, folded and left alone in `model`, and why; what is on trial, and what was measured.
+
+    Valid for any module: one that was never converted has all of its convolutions in `left_alone`.
+
+    Raises:
+        TypeError: `model` is not a module.
+    """
+    check_module(model, "summary", "summarise")
+    modules = dict(model.named_modules())
+    frozen = frozen_forwards(model)
+    folded: dict[str, str] = {}
+    fused: dict[str, tuple[str, ...]] = {}
+    for name, forward in frozen.items():
+        traced = forward.traced()
+        for chain in [] if traced is None else traced.chains:
+            fused[_join(name, chain.name)] = chain.fused
+            if chain.norm_name:
+                folded[_join(name, chain.name)] = _join(name, chain.norm_name)
+    converted = {name: layer.policy for name, layer in modules.items() if isinstance(layer, SelectedConv2d)}
+    reasons = {
+        name: why_not_converted(module)
+        for name, module in modules.items()
+        if name not in converted and name not in fused
+    }
+    on_trial, measured = _choices({name: modules[name] for name in converted})
+    return Summary(
+        converted,
+        {name: "It was not converted." if why is None else why for name, why in reasons.items() if why != ""},
+        tuple(frozen),
+        folded,
+        fused,
+        _not_fused(modules, frozen, fused),
+        tuple(row for name, forward in frozen.items() for row in _inputs(name, forward)),
+        on_trial,
+        measured,
+    )
+
+
+def _not_fused(
+    modules: dict[str, nn.Module], frozen: dict[str, FrozenForward], fused: dict[str, tuple[str, ...]]
+) -> dict[str, str]:
+    found: dict[str, str] = {}
+    scopes = set()  # what `freeze` was called with, as far as it can be seen from here
+    for name, forward in frozen.items():
+        around = dict(zip(parents(name), forward.around, strict=False))
+        scopes.add([name, *around][-1])
+        found.update((other, why) for other, why in around.items() if why)
+        traced = forward.traced()
+        if traced is None:
+            found[name] = f"It runs as it was: {str(forward.why_original).rstrip('.')}."
+        else:
+            found.update((_join(name, inner), why) for inner, why in traced.left_alone.items() if inner)
+    for name, module in modules.items():
+        if name not in fused and name not in found and not scopes.isdisjoint([name, *parents(name)]):
+            why = why_not_frozen(module)
+            if why:
+                found[name] = why
+    return {name: found[name] for name in modules if name in found}
+
+
+def _inputs(name: str, forward: FrozenForward) -> Iterator[FrozenInput]:
+    for text, plan in forward.plans():
+        chosen = {_join(name, layer): candidate for layer, candidate in plan.chosen.items()}
+        yield FrozenInput(name, text, plan.layout, chosen, plan.eager_us, plan.frozen_us)
+
+
+def _choices(layers: dict[str, Any]) -> tuple[tuple[LayerChoice, ...], tuple[LayerChoice, ...]]:
+    """(on trial, measured), as the choices of this process stand now."""
+    by_geometry: dict[tuple[int, ...], list[tuple[str, str | None]]] = {}
+    for name, layer in layers.items():
+        by_geometry.setdefault(_geometry(layer), []).append((name, layer.policy))
+    on_trial, measured = [], []
+    remembered: Any = list(resolve.choices.entries.items()) if layers else []
+    for (problem, used), entry in remembered:
+        own = by_geometry.get((problem.C, *problem[5:17]), ())
+        names = tuple(name for name, policy in own if policy in (None, used.policy))
+        choice = entry.found
+        if isinstance(choice, LiveTrial):
+            if names and choice.choice is None:
+                on_trial.append(LayerChoice(names, problem, "trial", ("native", *choice.trial.live), None))
+            choice = choice.choice
+        if names and choice is not None and choice.source in _MEASURED:
+            measured.append(LayerChoice(names, problem, choice.source, (choice.algorithm,), choice.predicted_gain))
+    return tuple(dict.fromkeys(on_trial)), tuple(dict.fromkeys(measured))
+
+
+def _geometry(layer: nn.Conv2d) -> tuple[int, ...]:
+    """C, and from K to groups the fields of the problems that a layer poses."""
+    kernel, dilation = pair(layer.kernel_size), pair(layer.dilation)
+    sides = padding_sides(layer.padding if layer.padding_mode == "zeros" else 0, kernel, dilation)
+    return (layer.in_channels, layer.out_channels, *kernel, *pair(layer.stride), *sides, *dilation, layer.groups)
+
+
+def _join(outer: str, inner: str) -> str:
+    return ".".join(part for part in (outer, inner) if part)
+
+
+def _name(name: str) -> str:
+    return name or "(the model itself)"
+
+
+def _names(names: Any) -> str:
+    return ", ".join(map(_name, names))
+
+
+__all__ = ["FrozenInput", "LayerChoice", "Summary", "summary"]

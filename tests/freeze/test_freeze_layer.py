@@ -1,0 +1,128 @@
+"""Folded weights: exact, and folded again when a tensor that they come from changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from networks import CONV, distance, eager, randomised, use_forced
+from torch import nn
+
+import convselect
+from convselect.freeze.chains import ConvChain
+from convselect.freeze.conv import FrozenConv
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_folding_is_exact(affine, bias):
+    conv, norm = nn.Conv2d(3, 5, 3, bias=bias).double(), nn.BatchNorm2d(5, eps=1e-3, affine=affine).double()
+    model = randomised(nn.Sequential(conv, norm))
+    frozen = FrozenConv(ConvChain(conv, "0", norm, "1"))
+    x = torch.randn(2, 3, 7, 6, dtype=torch.float64)
+    with torch.no_grad():
+        assert distance(F.conv2d(x, frozen.weight, frozen.bias), model(x)) < 1e-15
+
+
+def changes():
+    def new(t):
+        return torch.rand_like(t) + 0.5
+
+    def load(model):
+        model.load_state_dict({k: new(v) if v.is_floating_point() else v for k, v in model.state_dict().items()})
+
+    def load_assign(model):
+        state = {k: new(v) if v.is_floating_point() else v.clone() for k, v in model.state_dict().items()}
+        model.load_state_dict(state, assign=True)
+
+    def in_place(get):
+        def change(model):
+            with torch.no_grad():
+                get(model).mul_(1.5)
+
+        return change
+
+    def data_replaced(model):
+        model[0].weight.data = new(model[0].weight)
+
+    def data_written(model):
+        model[0].weight.data.copy_(new(model[0].weight))
+
+    def replaced(model):
+        model[0].weight = nn.Parameter(new(model[0].weight))
+
+    def buffer_replaced(model):
+        model[1].running_var = new(model[1].running_var)
+
+    def optimizer_step(model):
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        torch.optim.SGD(model.parameters(), 0.1).step()
+        for p in model.parameters():
+            p.grad = None
+
+    def numpy(model):
+        model[3].weight.detach().numpy()[:] *= 2
+
+    def module_replaced(model):
+        model[3] = randomised(nn.Sequential(nn.Conv2d(6, 4, 1)), seed=7)
+
+    def norm_dropped(model):
+        model[1] = nn.Identity().eval()
+
+    def bias_dropped(model):
+        model[0].bias = None
+
+    def doubles(model):
+        model.double().float()
+
+    return {
+        "load_state_dict": load,
+        "load_state_dict assign": load_assign,
+        "weight in place": in_place(lambda m: m[0].weight),
+        "bias in place": in_place(lambda m: m[0].bias),
+        "gamma in place": in_place(lambda m: m[1].weight),
+        "beta in place": in_place(lambda m: m[1].bias),
+        "mean in place": in_place(lambda m: m[1].running_mean),
+        "variance in place": in_place(lambda m: m[1].running_var),
+        "data replaced": data_replaced,
+        "data written": data_written,
+        "parameter replaced": replaced,
+        "buffer replaced": buffer_replaced,
+        "optimizer step": optimizer_step,
+        "numpy": numpy,
+        "module replaced": module_replaced,
+        "norm dropped": norm_dropped,
+        "bias dropped": bias_dropped,
+        "double and back": doubles,
+    }
+
+
+@use_forced
+@pytest.mark.parametrize("route", changes())
+def test_a_changed_weight_is_noticed_at_once(route):
+    model = randomised(nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 1)))
+    x = torch.randn(1, 3, 9, 8)
+    convselect.freeze(model, x)
+    before = model(x)
+    changes()[route](model)
+    want = eager(model, x)
+    if route != "double and back":
+        assert distance(before, want) > 1e-2  # the change is one that shows
+    for _ in range(3):
+        assert distance(model(x), want) < CONV
+    convselect.unfreeze(model)
+    assert torch.equal(model(x), want)
+
+
+@use_forced
+def test_model_halved_in_place():
+    model = randomised(nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6)))
+    x = torch.randn(1, 3, 9, 8)
+    convselect.freeze(model, x)
+    model.bfloat16()
+    x = x.bfloat16()
+    for _ in range(2):
+        got = model(x)
+        assert got.dtype == torch.bfloat16
+        assert distance(got, eager(model, x)) < 3e-2

@@ -1,0 +1,103 @@
+"""Plans: shapes, layouts, dtypes and budgets; every layout and candidate computes the model's own result."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from networks import CONV, Residual, conv_bn, distance, eager, frozen_outputs, randomised, use_forced
+from torch import nn
+
+import convselect
+
+
+def test_another_size_and_batch_plan_anew():
+    model = randomised(nn.Sequential(conv_bn(3, 8, activation=nn.ReLU()), nn.MaxPool2d(2), conv_bn(8, 8)))
+    convselect.freeze(model, torch.randn(1, 3, 16, 16))
+    for shape in ((1, 3, 20, 12), (3, 3, 16, 16), (1, 3, 16, 16)):
+        x = torch.randn(shape)
+        for _ in range(2):
+            assert distance(model(x), eager(model, x)) < CONV
+    assert len(convselect.summary(model).inputs) == 3
+
+
+@use_forced
+def test_many_sizes_stop_measuring_and_stay_right():
+    model = randomised(nn.Sequential(conv_bn(2, 4, activation=nn.ReLU()), conv_bn(4, 4)))
+    convselect.freeze(model)
+    for size in range(4, 30):
+        x = torch.randn(1, 2, size, size)
+        model(x)
+        assert distance(model(x), eager(model, x)) < CONV
+    assert 1 < len(convselect.summary(model).inputs) <= 16  # bounded
+
+
+@use_forced
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_layouts_and_dtypes(dtype, memory_format):
+    model = randomised(nn.Sequential(conv_bn(4, 8, activation=nn.ReLU()), Residual(), nn.Conv2d(8, 4, 1))).to(dtype)
+    x = torch.randn(2, 4, 9, 10).to(dtype).contiguous(memory_format=memory_format)
+    want, got, _ = frozen_outputs(model, x)
+    bound = {torch.float64: 1e-13, torch.float32: CONV, torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype]
+    assert distance(got, want) < bound
+    assert (got.dtype, got.stride()) == (want.dtype, want.stride())
+
+
+@use_forced
+def test_strided_input():
+    model = randomised(nn.Sequential(conv_bn(4, 8, activation=nn.ReLU()), conv_bn(8, 8)))
+    whole = torch.randn(2, 8, 9, 20)
+    for x in (whole[:, ::2, :, 3:12], whole.transpose(2, 3)[:, :4], whole[:, :1].expand(2, 4, 9, 20)):
+        want, got, _ = frozen_outputs(model, x)
+        assert distance(got, want) < CONV
+        convselect.unfreeze(model)
+
+
+@use_forced
+def test_nonfinite_values_stay_where_they_belong():
+    model = randomised(nn.Sequential(conv_bn(16, 16, activation=nn.ReLU()), conv_bn(16, 16)))
+    x = torch.randn(1, 16, 24, 24)
+    convselect.freeze(model, x)
+    x[0, 3, 5, 6] = float("nan")
+    want = eager(model, x)
+    assert torch.equal(model(x).isnan(), want.isnan())
+    x[0, 3, 5, 6] = 1.0
+    assert distance(model(x), eager(model, x)) < CONV
+    with torch.no_grad():
+        model[0][0].weight[2, 0, 0, 0] = float("nan")
+    assert torch.equal(model(x).isnan(), eager(model, x).isnan())
+    with torch.no_grad():
+        model[0][0].weight[2, 0, 0, 0] = 0.5
+    assert distance(model(x), eager(model, x)) < CONV
+
+
+@pytest.mark.parametrize("precision", ["exact", "native", "fast"])
+def test_precision_budget(precision):
+    model = randomised(nn.Sequential(conv_bn(16, 16), conv_bn(16, 16)))
+    x = torch.randn(1, 16, 28, 28)
+    with convselect.use(precision=precision):
+        report = convselect.summary(convselect.freeze(model, x))
+        assert distance(model(x), eager(model, x)) < CONV
+    names = {name for row in report.inputs for name in row.chosen.values()}
+    # In float32 all of Winograd in C is within "native", so that only "exact" keeps something out.
+    assert precision != "exact" or not names & {"winograd4", "winograd6"}
+
+
+def test_errors_are_pytorchs():
+    model = randomised(nn.Sequential(conv_bn(3, 4)))
+    convselect.freeze(model, torch.randn(1, 3, 8, 8))
+    for bad in (torch.randn(1, 5, 8, 8), torch.randn(3), torch.zeros(1, 3, 8, 8, dtype=torch.int64)):
+        with pytest.raises(RuntimeError):
+            model(bad)
+    with pytest.raises(TypeError):
+        model()
+
+
+def test_thread_counts():
+    model = randomised(Residual())
+    x = torch.randn(1, 8, 12, 12)
+    convselect.freeze(model, x)
+    torch.set_num_threads(2)
+    model(x)
+    assert distance(model(x), eager(model, x)) < CONV
+    assert len(convselect.summary(model).inputs) == 2
