@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from convselect.base.problem import CONTIGUOUS, ConvProblem, Direction, conv_problem
 from convselect.measure.rows import read_rows
 from convselect.model.sampling import read_layers
-from convselect.problem import CONTIGUOUS, ConvProblem, Direction, conv_problem
 
 PROBLEMS = Path(__file__).parent / "problems.csv"
 TIMES = Path(__file__).parent / "results" / "times-cpu-x86-avx512.csv.gz"

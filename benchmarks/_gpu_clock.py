@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 
-from convselect import timing
+from convselect.base import timing
 
 
 def on_device(

@@ -8,11 +8,11 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator
 
-from convselect import timing
+from convselect.base import timing
+from convselect.base.problem import ConvProblem
 from convselect.kernels.pool import ALL
 from convselect.kernels.triton import launch as launcher
 from convselect.kernels.triton.launch import Launch, TritonAlgorithm
-from convselect.problem import ConvProblem
 
 ATTEMPTS = 3
 """Number of process pools to try: a launch on which the compiler crashes ends its pool."""

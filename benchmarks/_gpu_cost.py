@@ -12,9 +12,9 @@ from torch import Tensor, nn
 import convselect
 from benchmarks._gpu_clock import on_device
 from benchmarks._gpu_device import Device
-from convselect import timing
+from convselect.base import timing
+from convselect.base.problem import CHANNELS_LAST, ConvProblem, conv_problem
 from convselect.kernels.triton.launch import TritonAlgorithm
-from convselect.problem import CHANNELS_LAST, ConvProblem, conv_problem
 
 CALLS = 50
 ROUNDS = 40

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 import convselect
-from convselect import timing
+from convselect.base import timing
+from convselect.base.problem import CHANNELS_LAST, ConvProblem, Direction
 from convselect.machine.environment import run_environment
 from convselect.machine.host import family_of_cuda
-from convselect.problem import CHANNELS_LAST, ConvProblem, Direction
 
 MOST_COPIES = 128
 """Upper bound on sets of operands: a run makes about as many calls, and would never use more."""

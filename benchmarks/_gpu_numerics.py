@@ -18,10 +18,10 @@ from torch import Tensor
 
 from benchmarks import _gpu_problems
 from benchmarks._gpu_device import Device, operands, precision_of, reference, relative_error
-from convselect import timing
+from convselect.base import timing
+from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction, conv_problem
 from convselect.kernels.pool import BY_NAME
 from convselect.kernels.triton.launch import Launch, TritonAlgorithm
-from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction, conv_problem
 
 SMALL: tuple[ConvProblem, ...] = (
     conv_problem(2, 24, 17, 19, 24, 3, 3, padding=1, groups=24),

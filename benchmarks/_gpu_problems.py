@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction, conv_problem
 from convselect.measure.rows import kernel_class
 from convselect.model.sampling import read_layers
-from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction, conv_problem
 
 CASES = Path(__file__).parent / "gpu_problems.csv"
 LAYERS = Path(__file__).parent / "problems.csv"

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from benchmarks._gpu_clock import on_device
 from benchmarks._gpu_device import Device, precision_of, reference, relative_error, rotating
+from convselect.base.problem import ConvProblem
 from convselect.kernels._contract import Algorithm
 from convselect.kernels.pool import ALL, BY_NAME
 from convselect.kernels.triton.launch import Launch, TritonAlgorithm, interpreting
 from convselect.measure.rows import NATIVE, Row
-from convselect.problem import ConvProblem
 
 ERROR_BOUNDS = {"float64": 1e-11, "float32": 2e-4, "tf32": 5e-3, "float16": 5e-3, "bfloat16": 3e-2}
 """Relative L2 error beyond which a result is wrong, as in the collector; TF32 rounds operands to 11 bits."""

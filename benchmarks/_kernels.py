@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from convselect import settings, timing
+from convselect.base import settings, timing
+from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction
 from convselect.choice.budgets import refusal
 from convselect.choice.choose import NATIVE
 from convselect.eager import resolve
@@ -27,7 +28,6 @@ from convselect.kernels._contract import Algorithm
 from convselect.kernels.pool import ALL, BY_NAME
 from convselect.measure.measure import ERROR_BOUNDS, operands
 from convselect.model.sampling import with_layouts
-from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction
 
 LAYOUTS = (CONTIGUOUS, CHANNELS_LAST)
 RANKING_ROUNDS = 3

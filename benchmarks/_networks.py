@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 import convselect
 from benchmarks.models import MODELS, build
-from convselect import timing
+from convselect.base import timing
 
 CONVERTED_TARGETS = {"vgg16": 2.3, "unet": 2.2, "resnet18": 1.5, "resnet50": 1.2}
 """Converted over eager, both in NCHW, inference at batch 1."""

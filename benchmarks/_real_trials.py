@@ -11,15 +11,15 @@ from rich.progress import track
 from torch import Tensor
 
 from benchmarks._classes import read_problems
-from convselect import settings
+from convselect.base import settings
+from convselect.base.problem import ConvProblem, Direction
+from convselect.base.timing import SYSTEM_CLOCK, interleaved
 from convselect.choice.budgets import refusal
 from convselect.choice.choose import NATIVE, NOMINATED, Choice, nominees
 from convselect.eager.live_trial import LiveTrial
 from convselect.kernels.pool import ALL, BY_NAME
 from convselect.measure.measure import measure_problem, operands
 from convselect.model import loaded
-from convselect.problem import ConvProblem, Direction
-from convselect.timing import SYSTEM_CLOCK, interleaved
 
 CALLS = 300
 MOST_FLOPS = 4e8

@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
+from convselect.base.problem import ConvProblem
 from convselect.choice.choose import NATIVE
 from convselect.kernels._space import TILE, Parameter, Space
-from convselect.problem import ConvProblem
 from convselect.tune.programs import Program, Programs
 from convselect.tune.records import Measured
 from convselect.tune.runner import Verdict

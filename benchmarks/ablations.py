@@ -23,7 +23,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table as Shown
 
-from convselect import timing
+from convselect.base import timing
 from convselect.machine.environment import run_environment
 from convselect.model import evaluate as ev
 from convselect.model import reformer

@@ -38,7 +38,7 @@ from benchmarks._networks import (
     distance,
 )
 from benchmarks.models import MODELS, build
-from convselect import timing
+from convselect.base import timing
 from convselect.demo.demo import restart_with_tuned_malloc
 from convselect.demo.tables import print_environment
 from convselect.machine.environment import run_environment

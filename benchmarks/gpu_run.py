@@ -34,11 +34,11 @@ from rich.table import Table
 from benchmarks import _gpu_compile, _gpu_cost, _gpu_device, _gpu_numerics, _gpu_problems, _gpu_report, _gpu_times
 from benchmarks._gpu_device import ContextLost, Device
 from benchmarks._rows import append_rows
-from convselect import timing
+from convselect.base import timing
+from convselect.base.problem import ConvProblem, conv_problem
 from convselect.kernels.pool import ALL
 from convselect.kernels.triton.launch import Launch, TritonAlgorithm, interpreting
 from convselect.measure.rows import environment_path, read_rows
-from convselect.problem import ConvProblem, conv_problem
 
 PHASES = ("compile", "numerics", "bandwidth", "cost", "times", "report")
 UNTIL = {"compile": 0.26, "numerics": 0.40, "bandwidth": 0.42, "cost": 0.50, "times": 0.96, "report": 1.0}

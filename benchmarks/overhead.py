@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 import convselect
-from convselect import lru, timing
+from convselect.base import lru, timing
+from convselect.base.problem import ConvProblem, conv_problem
 from convselect.eager import dispatch
 from convselect.machine.environment import run_environment
 from convselect.model import loaded
 from convselect.model.features import features
-from convselect.problem import ConvProblem, conv_problem
 
 CALLS = 50
 """Calls per sample, so that a sample is hundreds of microseconds and the clock's own cost vanishes."""
@@ -82,7 +82,7 @@ def choices() -> dict[str, timing.Timing]:
 
     def first_call() -> None:
         lru.clear()
-        dispatch.make_plan(x, weight, layer.bias, (1, 1), (1, 1), (1, 1), 1, convselect.settings.current())
+        dispatch.make_plan(x, weight, layer.bias, (1, 1), (1, 1), (1, 1), 1, convselect.base.settings.current())
 
     with torch.no_grad():
         return timing.interleaved(

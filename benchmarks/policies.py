@@ -31,7 +31,7 @@ import convselect
 from benchmarks._networks import GRADIENT_BOUND, OUTPUT_BOUND, OUTPUT_FACTOR, Training, distance, sharing_copy
 from benchmarks.compile import sized
 from benchmarks.models import MODELS
-from convselect import lru, timing
+from convselect.base import lru, timing
 from convselect.demo.demo import restart_with_tuned_malloc
 from convselect.demo.tables import print_environment
 from convselect.eager import resolve

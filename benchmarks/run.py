@@ -33,11 +33,11 @@ from rich.table import Table
 from benchmarks import _classes, _kernels
 from benchmarks._classes import CLASSES, KernelClass
 from benchmarks._kernels import Measured, Summary
+from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction
 from convselect.demo.demo import restart_with_tuned_malloc
 from convselect.demo.tables import print_environment
 from convselect.machine.environment import run_environment
 from convselect.measure.measure import ERROR_BOUNDS
-from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction
 
 DIRECTION_NAMES = {
     Direction.FORWARD: "forward",

@@ -25,7 +25,7 @@ import typer
 
 from benchmarks._quality import Quality, quality
 from benchmarks._recorded import Recorded, Replay, read_recorded, replayed, write_recorded
-from convselect import timing
+from convselect.base import timing
 from convselect.choice.choose import NATIVE
 from convselect.machine.environment import run_environment
 from convselect.tune.cost_model import CostModel, throughput
@@ -83,7 +83,7 @@ def record(
     seed: int = 0,
 ) -> None:
     """Measure programs of networks' forward problems on one thread. An existing file is extended."""
-    from convselect import settings
+    from convselect.base import settings
     from convselect.cli import tune
     from convselect.kernels.pool import BY_NAME
     from convselect.tune.runner import Live

@@ -8,12 +8,12 @@ import torch
 
 from benchmarks._classes import CLASSES, drawn, read_problems
 from benchmarks._kernels import checked
-from convselect import settings
+from convselect.base import settings
+from convselect.base.problem import Direction
 from convselect.choice.budgets import refusal
 from convselect.choice.choose import NATIVE
 from convselect.kernels.pool import ALL, BY_NAME
 from convselect.measure.measure import operands
-from convselect.problem import Direction
 
 PROBLEMS = {c.name: drawn(c, read_problems(), 1, "float32")[0] for c in CLASSES}
 CASES = [

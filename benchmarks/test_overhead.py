@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 import convselect
-from convselect import lru
+from convselect.base import lru
+from convselect.base.problem import ConvProblem, Direction, conv_problem
 from convselect.doctor import doctor
 from convselect.eager import dispatch
 from convselect.model import loaded
 from convselect.model.features import features
-from convselect.problem import ConvProblem, Direction, conv_problem
 from convselect.store import process
 from convselect.store.store import Decision
 
@@ -77,7 +77,7 @@ def test_self_test_of_the_doctor(benchmark):
 
 def test_first_call_of_a_new_problem(benchmark):
     layer = convselect.SelectedConv2d(8, 8, 3, padding=1)
-    x, settings = torch.randn(1, 8, 16, 16), convselect.settings.current()
+    x, settings = torch.randn(1, 8, 16, 16), convselect.base.settings.current()
 
     def plan():
         lru.clear()

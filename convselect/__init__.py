@@ -5,7 +5,11 @@ model = convselect.convert(model)      # in place; the same model, faster
 """
 
 from convselect import distributed
-from convselect._version import __version__
+from convselect.base.lru import clear
+from convselect.base.problem import ConvProblem, Direction
+from convselect.base.settings import Settings, set_defaults, use
+from convselect.base.version import __version__
+from convselect.base.warnings import ConvselectWarning
 from convselect.convert import convert, revert
 from convselect.enabled import disable, enable, enabled
 from convselect.explain import Explanation, explain, explain_problem
@@ -13,13 +17,9 @@ from convselect.freeze.freeze import freeze, unfreeze
 from convselect.functional import conv2d
 from convselect.kernels._contract import Grade, NotApplicable
 from convselect.layer import SelectedConv2d
-from convselect.lru import clear
 from convselect.model.loaded import unload
-from convselect.problem import ConvProblem, Direction
-from convselect.settings import Settings, set_defaults, use
 from convselect.store.process import configure as set_store
 from convselect.summary import Summary, summary
-from convselect.warnings import ConvselectWarning
 
 __all__ = [
     "ConvProblem",

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from convselect import lru, settings
+from convselect.base import lru, settings
+from convselect.base.warnings import warn_once
 from convselect.kernels import _library
 from convselect.kernels.pool import BY_NAME
 from convselect.model import loaded
 from convselect.store import process
-from convselect.warnings import warn_once
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -14,7 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 
-from convselect import settings
+from convselect.base import settings
 from convselect.functional import conv2d
 
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling

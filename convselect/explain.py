@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from convselect import settings
 from convselect.aten.arguments import problems_of
+from convselect.base import settings
+from convselect.base.problem import ConvProblem
+from convselect.base.settings import Settings
 from convselect.choice.reasons import reasons, times
 from convselect.eager import resolve
 from convselect.kernels.pool import BY_NAME
 from convselect.model import loaded
-from convselect.problem import ConvProblem
-from convselect.settings import Settings
 
 
 @dataclass(frozen=True)

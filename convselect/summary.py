@@ -12,12 +12,12 @@ from typing import Any
 
 from torch import nn
 
+from convselect.base.problem import ConvProblem, padding_sides, pair
 from convselect.eager import resolve
 from convselect.eager.live_trial import LiveTrial
 from convselect.freeze.chains import why_not_frozen
 from convselect.freeze.freeze import FrozenForward, frozen_forwards, parents
 from convselect.layer import SelectedConv2d, check_module, why_not_converted
-from convselect.problem import ConvProblem, padding_sides, pair
 
 _MEASURED = ("verify", "measure", "store")
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import convselect
-from convselect.timing import interleaved, ratio
+from convselect.base.timing import interleaved, ratio
 
 
 def build(width, classes=10):

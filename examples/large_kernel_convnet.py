@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import convselect
-from convselect.timing import interleaved, ratio
+from convselect.base.timing import interleaved, ratio
 
 
 class LargeKernelBlock(nn.Module):

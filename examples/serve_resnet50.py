@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 import convselect
+from convselect.base.timing import Deadline, interleaved, ratio
 from convselect.demo.demo import built_in
-from convselect.timing import Deadline, interleaved, ratio
 
 
 class Handler(http.server.BaseHTTPRequestHandler):

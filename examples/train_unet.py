@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import convselect
-from convselect.timing import interleaved, ratio
+from convselect.base.timing import interleaved, ratio
 
 
 def double_conv(c_in, c_out):

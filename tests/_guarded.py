@@ -30,11 +30,11 @@ from problems import PROBLEMS, operands_of, random_operands
 from tolerances import FORWARD, WEIGHT_GRADIENT_FACTOR
 from torch import Tensor
 
+from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction, conv_problem
 from convselect.kernels import _library
 from convselect.kernels._contract import Grade
 from convselect.kernels.pool import BY_NAME
 from convselect.kernels.reference import Reference
-from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction, conv_problem
 
 CSRC = Path(_library.__file__).parent / "csrc"
 DTYPES = ("float32", "bfloat16", "float16")

@@ -15,11 +15,11 @@ from tolerances import FORWARD, NATIVE_16_BIT_FACTOR, WEIGHT_GRADIENT_FACTOR
 
 import convselect
 from convselect.aten import arguments as aten_arguments
+from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, DTYPE_NAMES, STRIDED, ConvProblem, Direction
 from convselect.eager import plan as eager_plan
 from convselect.kernels._contract import Grade
 from convselect.kernels.pool import ALL, BY_NAME
 from convselect.model import loaded
-from convselect.problem import CHANNELS_LAST, CONTIGUOUS, DTYPE_NAMES, STRIDED, ConvProblem, Direction
 
 NAMES = tuple(a.name for a in ALL if "cpu" in a.devices)
 # The dearest for last: where one algorithm other than native is enough, this one converts layouts in every direction.

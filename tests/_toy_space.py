@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 from benchmarks._recorded import Recorded
+from convselect.base.problem import ConvProblem, conv_problem
 from convselect.choice.choose import NATIVE
 from convselect.kernels._space import STRUCTURE, Parameter, Rule, Space
-from convselect.problem import ConvProblem, conv_problem
 from convselect.tune.programs import Program, Programs
 from convselect.tune.records import Measured
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from convselect.base.problem import conv_problem
 from convselect.kernels._contract import Algorithm, Grade
 from convselect.kernels.pool import BY_NAME
-from convselect.problem import conv_problem
 
 NATIVE = BY_NAME["native"]
 TINY = (

@@ -8,7 +8,7 @@ import tempfile
 import pytest
 import torch
 
-from convselect import settings
+from convselect.base import settings
 
 # What the user has calibrated or stored must not decide what tests see; processes that tests start inherit this.
 # And what is chosen must not depend on a clock: trials on real calls, the default, have tests of their own. (All others

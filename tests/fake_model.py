@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from convselect import lru
+from convselect.base import lru
 from convselect.kernels.pool import ALL
 from convselect.model import loaded
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from convselect.problem import ConvProblem, Direction, conv_problem
+from convselect.base.problem import ConvProblem, Direction, conv_problem
 
 PROBLEMS: dict[str, ConvProblem] = {
     "3x3": conv_problem(2, 8, 9, 9, 6, 3, 3, padding=1),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from convselect.base.problem import conv_problem
 from convselect.machine.environment import fingerprint
 from convselect.measure.rows import Row
-from convselect.problem import conv_problem
 from convselect.store.store import Decision
 
 HERE = {"family": "cpu-x86-avx2-c", "device": "a processor", "torch": "2.13.0", "host_flags": {"avx512_bf16": False}}

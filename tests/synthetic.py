@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
+from convselect.base.problem import Direction, conv_problem
 from convselect.measure.rows import Row, environment_path, write_rows
 from convselect.model import train
-from convselect.problem import Direction, conv_problem
 
 QUICK = train.Recipe(steps=120, alpha=4.0)
 FAMILIES = ("alexnet", "bagnet", "convnext", "densenet", "efficientnet", "fbnet", "ghostnet")

@@ -26,13 +26,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import convselect
-from convselect import lru
+from convselect.base import lru
+from convselect.base.problem import Direction, conv_problem, layout_of
 from convselect.choice.choose import Choice, choose
 from convselect.eager import resolve
 from convselect.eager.plan import plans
 from convselect.kernels.pool import ALL, BY_NAME
 from convselect.machine.environment import cpu_fingerprint
-from convselect.problem import Direction, conv_problem, layout_of
 from convselect.store.store import Store, StoreError
 
 FORCED = [a.name for a in ALL if a.automatic and "cpu" in a.devices]
@@ -747,7 +747,7 @@ def test_b71_importing_and_building_starts_no_threads_and_a_fork_after_use_works
 _WRITER = """
 import sys
 from convselect.model.dataset import Row
-from convselect.problem import conv_problem
+from convselect.base.problem import conv_problem
 from convselect.store.store import Store
 path, worker = sys.argv[1], int(sys.argv[2])
 with Store(path) as store:
@@ -837,5 +837,5 @@ def test_b74_a_choice_that_is_gone_or_refuses_falls_back():
     problem = conv_problem(1, 3, 8, 8, 4, 3, 3)
     for name in ("was_here_once", "depthwise"):  # the second cannot do this one
         remembered = Choice(name, "store")
-        choice = choose(problem, BY_NAME, convselect.settings.current(), memory=lambda _, found=remembered: found)
+        choice = choose(problem, BY_NAME, convselect.base.settings.current(), memory=lambda _, found=remembered: found)
         assert choice.algorithm == "native"

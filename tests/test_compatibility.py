@@ -15,7 +15,8 @@ from torch.nn.utils import parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
 import convselect
-from convselect import SelectedConv2d, lru
+from convselect import SelectedConv2d
+from convselect.base import lru
 from convselect.model import loaded
 
 GEMM = "im2col_gemm"

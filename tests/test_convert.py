@@ -16,9 +16,9 @@ from torch.nn.utils import parametrizations, parametrize
 
 import convselect
 from convselect import SelectedConv2d
+from convselect.base.problem import ConvProblem, Direction
 from convselect.choice.choose import Choice
 from convselect.eager import execution
-from convselect.problem import ConvProblem, Direction
 
 
 @pytest.fixture(params=[None, OTHER], autouse=True)

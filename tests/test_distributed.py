@@ -16,9 +16,9 @@ from _parity import OTHER, assert_same, bound, favouring
 from torch import nn
 
 import convselect
+from convselect.base.problem import conv_problem
 from convselect.eager import resolve
 from convselect.model import loaded
-from convselect.problem import conv_problem
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo")
 GEMM = "im2col_gemm"
@@ -193,10 +193,10 @@ def test_fully_sharded(tmp_path):
 
 CHOICES = """
 def chosen():
-    from convselect.problem import Direction, conv_problem
+    from convselect.base.problem import Direction, conv_problem
     problems = [conv_problem(n, c, h, h, c, k, k, padding=k // 2, direction=d)
                 for n in (1, 8) for c in (8, 64, 256) for h in (14, 56) for k in (1, 3, 5) for d in Direction]
-    return [resolve.choice_for(p, convselect.settings.current()).algorithm for p in problems]
+    return [resolve.choice_for(p, convselect.base.settings.current()).algorithm for p in problems]
 
 def everyone(value):
     values = [None] * dist.get_world_size()
@@ -226,7 +226,7 @@ assert before[0] != before[1] and len(set(before[0])) > 2
 convselect.distributed.same_choices()
 after = everyone(chosen())
 assert after[0] == after[1] == before[0]
-assert convselect.settings.current().precision == "native"
+assert convselect.base.settings.current().precision == "native"
 convselect.unload()
 convselect.clear()
 if rank == 1:  # nobody has to take part: nothing is communicated any more

@@ -20,7 +20,7 @@ from typer.main import get_command
 
 import convselect
 from benchmarks import _tables, figures
-from convselect import lru, settings
+from convselect.base import lru, settings
 from convselect.cli.main import _app
 from convselect.doctor import doctor
 from convselect.kernels.pool import BY_NAME

@@ -140,7 +140,7 @@ def test_forced_policies_and_budgets_hold_inside_and_end_with_it():
         assert ran() == []
     with pytest.raises(ValueError, match="precision"), convselect.enabled(precision="rough"):
         pass
-    assert convselect.settings.current() is convselect.settings.defaults()
+    assert convselect.base.settings.current() is convselect.base.settings.defaults()
     with convselect.enabled("winograd4"), pytest.raises(NotApplicable, match="winograd4"):
         F.conv2d(X, W[:, :, :2, :2])
 
@@ -194,7 +194,7 @@ def test_nests_and_ends_with_errors():
     with again, again:
         assert ran() == [OTHER]
     assert ran() == []
-    assert convselect.settings.current().policy == "auto"
+    assert convselect.base.settings.current().policy == "auto"
 
 
 def test_decorator():

@@ -9,12 +9,12 @@ from fake_model import use_fake
 from torch import nn
 
 import convselect
-from convselect import lru, settings
+from convselect.base import lru, settings
+from convselect.base.problem import ConvProblem, Direction, conv_problem
 from convselect.choice.choose import Choice
 from convselect.eager import dispatch
 from convselect.kernels.pool import ALL
 from convselect.model import loaded
-from convselect.problem import ConvProblem, Direction, conv_problem
 
 CONV3 = conv_problem(1, 32, 16, 16, 32, 3, 3, padding=1)
 

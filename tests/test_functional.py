@@ -33,13 +33,13 @@ from pairs import pairs
 import convselect
 from convselect import NotApplicable
 from convselect.aten.strides import result_strides
+from convselect.base.problem import DTYPE_NAMES, Direction
 from convselect.eager import plan as eager_plan
 from convselect.eager import resolve
 from convselect.eager.plan import plans
 from convselect.kernels._native_ops import overruns_in_channels_last
 from convselect.kernels.pool import BY_NAME
 from convselect.model import loaded
-from convselect.problem import DTYPE_NAMES, Direction
 
 FORCEABLE = tuple(name for name in NAMES if name not in ("native", "upcast", "depthwise", "grouped"))
 
@@ -680,7 +680,7 @@ def test_threads_start_from_the_defaults():
     seen = []
 
     def other_thread():
-        seen.append(convselect.settings.current().policy)
+        seen.append(convselect.base.settings.current().policy)
         seen.extend(algorithms_of(lambda: convselect.conv2d(x, weight, bias)))
 
     with convselect.use(OTHER):
@@ -724,7 +724,7 @@ def test_environment_sets_the_policy():
         layer(torch.randn(1, 3, 8, 8)).sum().backward()
         with convselect.use("native"):
             layer(torch.randn(1, 3, 8, 8)).sum().backward()
-        print(*ran, convselect.settings.current().precision, plans.capacity)
+        print(*ran, convselect.base.settings.current().precision, plans.capacity)
     """
     out = python(code, CONVSELECT_POLICY="im2col_gemm", CONVSELECT_PRECISION="exact", CONVSELECT_CACHE_ENTRIES="77")
     assert out.split() == ["im2col_gemm", "im2col_gemm", "exact", "77"]
@@ -919,7 +919,7 @@ def test_fork():
 
 
 def test_an_automatic_choice_that_fails_falls_back_to_native(monkeypatch):
-    from convselect import warnings
+    from convselect.base import warnings
 
     def broken(self, *arguments):
         raise MemoryError("no memory today")

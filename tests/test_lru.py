@@ -3,7 +3,7 @@ from __future__ import annotations
 import os
 import threading
 
-from convselect.lru import LRU, Entry
+from convselect.base.lru import LRU, Entry
 
 
 def test_the_least_recently_used_go():

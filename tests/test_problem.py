@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from problems import PROBLEMS, random_operands
 
-from convselect.problem import (
+from convselect.base.problem import (
     ConvProblem,
     Direction,
     canonical_strides,

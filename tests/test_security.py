@@ -15,13 +15,13 @@ import pytest
 import torch
 
 import convselect
-from convselect import lru, settings
-from convselect import warnings as _warnings
+from convselect.base import lru, settings
+from convselect.base import warnings as _warnings
+from convselect.base.problem import conv_problem
 from convselect.kernels._contract import Grade
 from convselect.kernels.pool import BY_NAME
 from convselect.machine.environment import choice_environment
 from convselect.model.inference import ARTIFACTS, ArtifactError, Predictor
-from convselect.problem import conv_problem
 from convselect.store import choices, process
 from convselect.store import file as store_file
 from convselect.store.exchange import import_choices

@@ -8,8 +8,8 @@ import pickle
 import fresh
 import pytest
 
-from convselect import settings
-from convselect.settings import Settings, parse, parse_workspace, use
+from convselect.base import settings
+from convselect.base.settings import Settings, parse, parse_workspace, use
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_other_workspaces_are_refused(text):
 
 
 def in_a_process(**variables: str) -> str:
-    code = "from convselect.settings import current; print(current())"
+    code = "from convselect.base.settings import current; print(current())"
     env = {**os.environ, **{f"CONVSELECT_{name}": value for name, value in variables.items()}}
     return fresh.run(["-c", code], env=env, check=True).stdout
 
@@ -113,5 +113,5 @@ def test_budgets_tell_apart_what_allows_different_choices_and_nothing_else():
 @pytest.mark.process
 def test_verify_is_the_default_where_nobody_says_otherwise():
     env = {name: value for name, value in os.environ.items() if not name.startswith("CONVSELECT_")}
-    code = "import convselect; print(convselect.settings.current().policy)"
+    code = "import convselect; print(convselect.base.settings.current().policy)"
     assert fresh.run(["-c", code], env=env, check=True).stdout == "verify\n"

@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
+from convselect.base.timing import Clock, Deadline, Timing, assert_timer_sane, interleaved, ratio
 from convselect.machine.environment import run_environment
-from convselect.timing import Clock, Deadline, Timing, assert_timer_sane, interleaved, ratio
 
 
 class FakeClock:

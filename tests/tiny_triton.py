@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from convselect.base.problem import ConvProblem, Direction
 from convselect.kernels._contract import Grade, Params
 from convselect.kernels.triton import launch as launcher
 from convselect.kernels.triton.launch import Launch, TritonAlgorithm
-from convselect.problem import ConvProblem, Direction
 
 
 class Tiny(TritonAlgorithm):

@@ -7,8 +7,8 @@ element-wise trouble (a wrong tail, a NaN) is far above every row here.
 
 from __future__ import annotations
 
+from convselect.base.problem import ConvProblem, Direction
 from convselect.kernels._contract import Algorithm, Grade
-from convselect.problem import ConvProblem, Direction
 
 # (dtype, grade) -> relative L2 error
 FORWARD: dict[tuple[str, Grade], float] = {

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from benchmarks.case_studies._classifiers import KINDS, Classifier, Setting, TransformerTokens
 from benchmarks.case_studies._corpora import Encoded
-from convselect import timing
+from convselect.base import timing
 
 BATCH = 32
 PAPER_LENGTH = 200

@@ -28,7 +28,7 @@ from benchmarks.case_studies import _corpora, _training
 from benchmarks.case_studies._classifiers import KINDS, Setting, n_parameters, operations
 from benchmarks.case_studies._corpora import CorpusMissing, Document, Encoded
 from benchmarks.case_studies._figure import draw, markdown
-from convselect import timing
+from convselect.base import timing
 from convselect.demo.demo import restart_with_tuned_malloc
 from convselect.machine.environment import run_environment
 

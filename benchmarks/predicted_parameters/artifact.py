@@ -29,10 +29,10 @@ from benchmarks.predicted_parameters.tokens import (
     covered,
     tokens,
 )
+from convselect.base.problem import ConvProblem
 from convselect.kernels._contract import Algorithm
 from convselect.model import _archive
 from convselect.model._archive import ArtifactError
-from convselect.problem import ConvProblem
 
 HERE = Path(__file__).parent
 FORMAT_VERSION = 1

@@ -27,8 +27,8 @@ from benchmarks.predicted_parameters.tokens import (
     target,
     tokens,
 )
-from convselect import timing
-from convselect.problem import ConvProblem
+from convselect.base import timing
+from convselect.base.problem import ConvProblem
 
 WIDTHS = (1, 4, 10)
 """Beam widths that are compared."""

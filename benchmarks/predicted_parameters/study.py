@@ -17,10 +17,10 @@ from benchmarks.predicted_parameters.figures import Predicted, best_fixed, neigh
 from benchmarks.predicted_parameters.sequence import Recipe, export, train
 from benchmarks.predicted_parameters.tokens import Example, example
 from benchmarks.predicted_parameters.training import WIDTH, train_parameters, usable
-from convselect import timing
+from convselect.base import timing
+from convselect.base.problem import ConvProblem, conv_problem
 from convselect.kernels._space import STRUCTURE, Parameter, Rule, Space, Values
 from convselect.kernels.pool import BY_NAME
-from convselect.problem import ConvProblem, conv_problem
 from convselect.tune.programs import Program
 from convselect.tune.runner import Live
 

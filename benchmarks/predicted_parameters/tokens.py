@@ -18,8 +18,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, ELEMENT_BYTES, STRIDED, ConvProblem, Direction
 from convselect.kernels._space import Space, Values
-from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ELEMENT_BYTES, STRIDED, ConvProblem, Direction
 
 Floats = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]

@@ -18,9 +18,9 @@ from benchmarks.predicted_parameters.artifact import NetworkCard, ParameterCard,
 from benchmarks.predicted_parameters.figures import compared, figures, held_out
 from benchmarks.predicted_parameters.sequence import Recipe, export, train
 from benchmarks.predicted_parameters.tokens import Example, Signature, coverage, example, grouped
+from convselect.base.problem import ConvProblem
 from convselect.kernels.pool import BY_NAME
 from convselect.machine import environment
-from convselect.problem import ConvProblem
 from convselect.tune import records
 from convselect.tune.programs import Program
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from convselect.aten.strides import in_functorch, result_strides
-from convselect.problem import (
+from convselect.base.problem import (
     CHANNELS_LAST,
     CONTIGUOUS,
     DTYPE_NAMES,

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, canonical_strides
 from convselect.kernels._native_ops import even_padding
-from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, canonical_strides
 
 Strides = tuple[int, ...]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import difflib
 import functools
 
+from convselect.base.problem import ConvProblem
+from convselect.base.settings import Settings
+from convselect.base.warnings import warn_once
 from convselect.kernels._contract import GRADE_OF_PRECISION, Algorithm
 from convselect.machine import memory
-from convselect.problem import ConvProblem
-from convselect.settings import Settings
-from convselect.warnings import warn_once
 
 NATIVE = "native"
 ASKED_FROM_BYTES = 16 * 2**20

@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from convselect.base.problem import ConvProblem
+from convselect.base.settings import CHOOSING, Settings
 from convselect.choice.budgets import NATIVE as NATIVE
 from convselect.choice.budgets import Shortage, check_disabled, refusal
 from convselect.kernels._contract import Algorithm, NotApplicable
 from convselect.kernels.pool import BY_NAME
-from convselect.problem import ConvProblem
-from convselect.settings import CHOOSING, Settings
 
 NOMINATED = 3
 """Candidates of a trial, besides native."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
+from convselect.base.problem import ConvProblem
+from convselect.base.settings import Settings
 from convselect.choice.budgets import refusal
 from convselect.choice.choose import NATIVE, Choice, Prediction
 from convselect.kernels.pool import ALL
-from convselect.problem import ConvProblem
-from convselect.settings import Settings
 
 SHOWN = ("verify", "measure", "store")
 """Sources of choices that somebody has timed."""

@@ -13,9 +13,9 @@ from convselect.cli.console import InputShape, Json, MallocTuning, console, prin
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from convselect.base.problem import ConvProblem
     from convselect.model.collect import Report, Runner
     from convselect.model.sampling import Layer
-    from convselect.problem import ConvProblem
 
 _Times = Annotated[list[Path], typer.Argument(help="Stores, our CSV files of times, or wide CSV (<name>_ms).")]
 _Split = Annotated[str, typer.Option(help="What is held out: family, random, class, batch, problem.")]

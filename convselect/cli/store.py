@@ -12,7 +12,7 @@ import typer
 from convselect.cli.console import Json, print_table, refusing, say_counts, say_json
 
 if TYPE_CHECKING:
-    from convselect.problem import ConvProblem
+    from convselect.base.problem import ConvProblem
     from convselect.store.store import Store
 
 app = typer.Typer(help="Look at stores of choices and measured times, and carry them about.", no_args_is_help=True)
@@ -306,7 +306,7 @@ def prune(
     as_json: Json = False,
 ) -> None:
     """Forget choices and measurements, least recently used first, and give their space back."""
-    from convselect.settings import parse_workspace
+    from convselect.base.settings import parse_workspace
 
     with refusing("store prune"):
         if rows is None and size is None and older_than is None and environment is None:

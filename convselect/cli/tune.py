@@ -12,8 +12,8 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from convselect.problem import ConvProblem
-    from convselect.settings import Settings
+    from convselect.base.problem import ConvProblem
+    from convselect.base.settings import Settings
     from convselect.tune.records import Log
     from convselect.tune.tuning import Outcome, Tuning
 
@@ -70,7 +70,7 @@ def tune(
     """
     import torch
 
-    from convselect import settings
+    from convselect.base import settings
     from convselect.demo import demo
     from convselect.tune import cost_model, scheduler, tuning
     from convselect.tune.runner import Live

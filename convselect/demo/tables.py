@@ -16,7 +16,7 @@ from rich.table import Table
 from convselect import ConvProblem, Direction
 
 if TYPE_CHECKING:
-    from convselect.timing import Ratio
+    from convselect.base.timing import Ratio
 
 TUNED_BY_US = "CONVSELECT_DEMO_MALLOC"
 """Environment variable that says that the demonstration, not its user, set malloc's."""

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from convselect import settings, timing
+from convselect.base import settings, timing
+from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, TORCH_DTYPES, ConvProblem, Direction, conv_problem
 from convselect.choice.budgets import refusal
 from convselect.choice.choose import NATIVE
 from convselect.choice.reasons import times
@@ -28,7 +29,6 @@ from convselect.kernels.pool import ALL, BY_NAME
 from convselect.machine.environment import run_environment
 from convselect.measure import measure
 from convselect.model import loaded
-from convselect.problem import CHANNELS_LAST, CONTIGUOUS, TORCH_DTYPES, ConvProblem, Direction, conv_problem
 
 WARM_ROUNDS, ROUNDS = 2, 1000
 HOPELESS = 4.0

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from convselect import timing
+from convselect.base import timing
 
 MAX_ROUNDS = 200
 

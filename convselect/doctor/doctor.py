@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from convselect import settings, timing
+from convselect.base import settings, timing
+from convselect.base.problem import ConvProblem, Direction
 from convselect.choice.budgets import is_disabled
 from convselect.doctor import findings
 from convselect.doctor.report import LEVELS, Advice, Report
@@ -26,7 +27,6 @@ from convselect.machine import host
 from convselect.machine.environment import cpu_fingerprint, run_environment
 from convselect.measure import measure
 from convselect.model import loaded
-from convselect.problem import ConvProblem, Direction
 
 PREFIX = "CONVSELECT_"
 VARIABLES = {

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
+from convselect.base.problem import ConvProblem, conv_problem
 from convselect.kernels import _library
 from convselect.kernels._contract import Algorithm
 from convselect.kernels.pool import ALL
 from convselect.machine.environment import run_environment
 from convselect.measure import measure
-from convselect.problem import ConvProblem, conv_problem
 
 BUSY_PERCENT = 40.0
 """Share of one processor from which another process is said to be busy."""

@@ -17,11 +17,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction, canonical_strides, layout_of
+from convselect.base.settings import Settings
 from convselect.choice.choose import Choice
 from convselect.kernels._contract import Algorithm
 from convselect.kernels.pool import BY_NAME
-from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction, canonical_strides, layout_of
-from convselect.settings import Settings
 
 _FORMATS = {CONTIGUOUS: torch.contiguous_format, CHANNELS_LAST: torch.channels_last}
 _ALIGNMENT = 64

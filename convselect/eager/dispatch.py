@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from convselect import settings as _settings
 from convselect.aten.arguments import Geometry, autocast_dtype
+from convselect.base import settings as _settings
+from convselect.base.settings import Settings
 from convselect.choice.choose import NATIVE
 from convselect.eager.plan import ALL_NATIVE, make_plan, plans
 from convselect.kernels import _cuda_flags
 from convselect.kernels._contract import NotApplicable
-from convselect.settings import Settings
 
 # Looked up once: each of these is read on every call.
 _grad_enabled = torch.is_grad_enabled

@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from convselect.aten.strides import with_strides
+from convselect.base.lru import on_clear
+from convselect.base.problem import ConvProblem
+from convselect.base.warnings import warn_once
 from convselect.choice.choose import NATIVE, Choice
 from convselect.eager import batch
 from convselect.eager.live_trial import LiveTrial, is_out_of_memory
 from convselect.eager.resolve import choice_for
 from convselect.kernels.pool import BY_NAME
-from convselect.lru import on_clear
 from convselect.model import loaded
 from convselect.model.loaded import idle
-from convselect.problem import ConvProblem
-from convselect.warnings import warn_once
 
 _any_autocast: Any = torch._C._is_any_autocast_enabled
 

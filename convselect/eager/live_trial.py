@@ -20,15 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from convselect import timing
+from convselect.base import timing
+from convselect.base.problem import ConvProblem
+from convselect.base.settings import Settings
+from convselect.base.warnings import warn_once
 from convselect.choice.choose import NATIVE, Choice
 from convselect.choice.trial import MAX_ROUNDS, MIN_ROUNDS, NOISE_FLOOR, Outcome, Trial, Z
 from convselect.kernels.pool import BY_NAME
 from convselect.measure.rows import PLAN_COST_US
-from convselect.problem import ConvProblem
-from convselect.settings import Settings
 from convselect.store import process
-from convselect.warnings import warn_once
 
 Run = Callable[[str], "Tensor | None"]
 """Runs the call at hand by the algorithm of this name; None if it could not, and native has to."""

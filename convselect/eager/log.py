@@ -15,11 +15,11 @@ import os
 import shlex
 import sys
 
+from convselect.base.problem import ConvProblem
+from convselect.base.settings import Settings
+from convselect.base.warnings import warn_once
 from convselect.choice.choose import Choice, Prediction
 from convselect.choice.reasons import reasons
-from convselect.problem import ConvProblem
-from convselect.settings import Settings
-from convselect.warnings import warn_once
 
 LEVELS = {"info": logging.INFO, "1": logging.INFO, "debug": logging.DEBUG}
 OFF = ("", "0", "off")

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import torch
 
+from convselect.base.problem import ConvProblem
+from convselect.base.settings import Settings
+from convselect.base.warnings import warn_once
 from convselect.choice.budgets import Shortage, refusal
 from convselect.choice.choose import NATIVE, Choice
 from convselect.eager.live_trial import is_out_of_memory, keep
 from convselect.kernels.pool import ALL
 from convselect.measure.rows import PLAN_COST_US
-from convselect.problem import ConvProblem
-from convselect.settings import Settings
-from convselect.warnings import warn_once
 
 DEADLINE_S = 2.0
 """Time for one problem's timed rounds; two rounds are run in any case."""

@@ -20,6 +20,9 @@ from convselect.aten.arguments import (
 )
 from convselect.aten.autograd import Conv2dFunction
 from convselect.aten.strides import ResultStrides, result_strides, with_strides
+from convselect.base.lru import LRU, Entry, on_clear
+from convselect.base.problem import DTYPE_NAMES, ConvProblem, Direction, layout_of
+from convselect.base.settings import CACHE_ENTRIES, Settings
 from convselect.choice.choose import NATIVE, Choice
 from convselect.eager.execute import execute, without_autocast
 from convselect.eager.live_trial import LiveTrial
@@ -27,9 +30,6 @@ from convselect.eager.resolve import Found, choice_for, eager_choice
 from convselect.kernels._contract import NotApplicable
 from convselect.kernels._native_ops import native_backward, native_forward, overruns_in_channels_last
 from convselect.kernels.pool import BY_NAME
-from convselect.lru import LRU, Entry, on_clear
-from convselect.problem import DTYPE_NAMES, ConvProblem, Direction, layout_of
-from convselect.settings import CACHE_ENTRIES, Settings
 
 # Looked up once: each of these is read on every call.
 _conv2d: Any = torch.conv2d

@@ -9,16 +9,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from convselect.base.lru import LRU, Entry, on_clear
+from convselect.base.problem import ConvProblem, Direction
+from convselect.base.settings import CACHE_ENTRIES, TIMING, Settings
 from convselect.choice.choose import NATIVE, Choice, Prediction, choose, nominees
 from convselect.choice.trial import Outcome
 from convselect.eager import batch, live_trial, log, measured
 from convselect.eager.live_trial import LiveTrial
 from convselect.kernels._contract import Algorithm
 from convselect.kernels.pool import BY_NAME
-from convselect.lru import LRU, Entry, on_clear
 from convselect.model import loaded
-from convselect.problem import ConvProblem, Direction
-from convselect.settings import CACHE_ENTRIES, TIMING, Settings
 from convselect.store import process
 
 Found = Choice | LiveTrial

@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, canonical_strides
+from convselect.base.settings import Settings
+from convselect.base.timing import Timing, interleaved
 from convselect.choice.budgets import over_budget
 from convselect.kernels._contract import Algorithm, Grade
-from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, canonical_strides
-from convselect.settings import Settings
-from convselect.timing import Timing, interleaved
 
 Run = Callable[..., Tensor]
 

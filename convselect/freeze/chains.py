@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from convselect.base.settings import CHOOSING
 from convselect.layer import SelectedConv2d
-from convselect.settings import CHOOSING
 
 Node = fx.Node
 Modules = dict[Node, nn.Module]

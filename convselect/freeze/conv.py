@@ -16,14 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from convselect.aten.arguments import problem_of
+from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem
+from convselect.base.settings import Settings
 from convselect.choice.budgets import is_disabled
 from convselect.freeze.candidates import FORMATS, ONEDNN_ACTIVATIONS, Candidate, Form, finish, onednn_takes
 from convselect.freeze.chains import ConvChain
 from convselect.freeze.kernel import KERNELS
 from convselect.freeze.layer import FrozenLayer, Source, copied
 from convselect.kernels._contract import Grade
-from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem
-from convselect.settings import Settings
 
 
 class FrozenConv(FrozenLayer):

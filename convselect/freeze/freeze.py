@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as _nn_module
 
-from convselect import settings as _settings
 from convselect.aten.strides import in_functorch
+from convselect.base import settings as _settings
+from convselect.base.lru import LRU
+from convselect.base.warnings import warn_once
 from convselect.freeze.capture import Traced, Untraceable, required_arguments, trace
 from convselect.freeze.chains import has_hooks, why_not_frozen
 from convselect.freeze.plan import CHANNELS_LAST, CONTIGUOUS, Plan, Program, make_plan
 from convselect.freeze.watch import Watch
 from convselect.layer import SelectedConv2d, check_module
-from convselect.lru import LRU
-from convselect.warnings import warn_once
 
 M = TypeVar("M", bound=nn.Module)
 

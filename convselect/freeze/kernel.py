@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
+from convselect.base.problem import ConvProblem
 from convselect.freeze.candidates import Form, Run, finish
 from convselect.kernels import _library, depthwise, direct
-from convselect.problem import ConvProblem
 
 if TYPE_CHECKING:
     from convselect.freeze.layer import FrozenLayer

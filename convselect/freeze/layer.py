@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from convselect.base.problem import CONTIGUOUS, ConvProblem
+from convselect.base.settings import Settings
 from convselect.freeze.candidates import Candidate, Form, Run, admitted, agreeing, fastest, finish
 from convselect.freeze.kernel import DEPTHWISE, DEPTHWISE_PACKED, Kernel, KernelCall
 from convselect.kernels import _library, depthwise
 from convselect.kernels.pool import BY_NAME
-from convselect.problem import CONTIGUOUS, ConvProblem
-from convselect.settings import Settings
 
 Source = tuple[dict[str, Any], str]
 

@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from convselect.base.problem import CHANNELS_LAST, DTYPE_NAMES, ConvProblem, Direction
+from convselect.base.settings import Settings
 from convselect.freeze.candidates import ONEDNN_ACTIVATIONS, Candidate, Form, finish, onednn_takes
 from convselect.freeze.chains import LinearChain
 from convselect.freeze.kernel import DIRECT
 from convselect.freeze.layer import FrozenLayer, Source, copied
 from convselect.kernels._contract import Grade
-from convselect.problem import CHANNELS_LAST, DTYPE_NAMES, ConvProblem, Direction
-from convselect.settings import Settings
 
 
 class FrozenLinear(FrozenLayer):

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from convselect.base.lru import Entry
+from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem
+from convselect.base.settings import Settings
 from convselect.freeze.candidates import Candidate, OtherForm, distance, timed
 from convselect.freeze.capture import Step
 from convselect.freeze.layer import Search
 from convselect.freeze.program import Program, nodes_in, permutations
 from convselect.freeze.residual import fuse
-from convselect.lru import Entry
-from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem
-from convselect.settings import Settings
 
 _ROUNDS = 9
 _DEADLINE_S = 2.0

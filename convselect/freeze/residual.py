@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem
+from convselect.base.settings import Settings
 from convselect.choice.budgets import is_disabled
 from convselect.freeze.candidates import Candidate, Form, Run, distance, fastest
 from convselect.freeze.capture import Step
@@ -23,8 +25,6 @@ from convselect.freeze.kernel import DEPTHWISE_PACKED, DIRECT, KernelCall
 from convselect.freeze.layer import FrozenLayer, Search
 from convselect.kernels import _library, depthwise
 from convselect.kernels._contract import Grade
-from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem
-from convselect.settings import Settings
 
 NAME = "block"
 _ROUNDS = 15

@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from convselect.base.problem import Direction
 from convselect.choice.choose import NATIVE
 from convselect.graph.run import OpGeometry, Sizes, Target, aten, aten_backward, outline, plans, run
-from convselect.problem import Direction
 
 __all__ = ["conv2d", "conv2d_grad_input", "conv2d_grad_weight", "plans", "register_flop_formulas"]
 

@@ -9,18 +9,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from convselect import settings as _settings
 from convselect.aten.arguments import problem_of, valid
 from convselect.aten.strides import result_strides
+from convselect.base import settings as _settings
+from convselect.base.lru import LRU, Entry, on_clear
+from convselect.base.problem import ConvProblem, Direction, layout_of
+from convselect.base.settings import CACHE_ENTRIES, Settings
+from convselect.base.warnings import warn_once
 from convselect.choice.choose import NATIVE, Choice, forced
 from convselect.eager.execute import execute
 from convselect.eager.resolve import choice_for, params_of
 from convselect.kernels import _cuda_flags
 from convselect.kernels.pool import BY_NAME
-from convselect.lru import LRU, Entry, on_clear
-from convselect.problem import ConvProblem, Direction, layout_of
-from convselect.settings import CACHE_ENTRIES, Settings
-from convselect.warnings import warn_once
 
 Sizes = Sequence[int]
 

@@ -23,15 +23,15 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
-from convselect import settings as _settings
 from convselect.aten.arguments import Geometry, autocast_dtype, cast_like_autocast, problem_of, valid, y_layout
 from convselect.aten.strides import in_functorch
+from convselect.base import settings as _settings
+from convselect.base.problem import DTYPE_NAMES, ConvProblem, Direction
 from convselect.choice.choose import NATIVE
 from convselect.eager.resolve import choice_for
 from convselect.graph import ops
 from convselect.kernels._contract import NotApplicable
 from convselect.kernels.pool import BY_NAME
-from convselect.problem import DTYPE_NAMES, ConvProblem, Direction
 
 ops.register_flop_formulas()
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from convselect.base.problem import ConvProblem, Direction
 from convselect.kernels import _library
 from convselect.kernels._contract import Algorithm, Params
 from convselect.kernels._tuning import in_order, in_slots
-from convselect.problem import ConvProblem, Direction
 
 
 def why_not_in_c(what: str, problem: ConvProblem) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from convselect.problem import CHANNELS_LAST, ConvProblem
+from convselect.base.problem import CHANNELS_LAST, ConvProblem
 
 
 def compute_dtype(problem: ConvProblem) -> torch.dtype:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from convselect.base.problem import ConvProblem, Direction
 from convselect.kernels._space import Space
-from convselect.problem import ConvProblem, Direction
 
 Params = Mapping[str, Any] | None
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from convselect.problem import ConvProblem
+from convselect.base.problem import ConvProblem
 
 # Flags belong to the process, not to a thread. Code that changes one holds this lock until it is restored, so that two
 # calls from here never restore each other's values. PyTorch's own calls on other threads may run under the value in

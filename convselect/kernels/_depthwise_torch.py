@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction
 from convselect.kernels._common import cast_bytes, strides, why_not_depthwise
 from convselect.kernels._contract import Algorithm, Grade, Params
-from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction
 
 IMPLICIT_PADDING = 3
 """Columns and rows of padding that the fast kernel takes on every instruction set."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-from convselect.problem import ConvProblem, Direction
+from convselect.base.problem import ConvProblem, Direction
 
 TILES = (32, 64, 128, 256, 512)
 """Tile sides to pick from."""

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from convselect.base.problem import ConvProblem, Direction
 from convselect.kernels._common import compute_dtype
 from convselect.kernels._fft_plan import Plan
-from convselect.problem import ConvProblem, Direction
 
 
 @functools.lru_cache(maxsize=32)  # a few hundred kB each

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction
+from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction
 
 ABI = 5
 TUNE_SLOTS = 8

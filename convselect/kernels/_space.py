@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from convselect.problem import ConvProblem
+from convselect.base.problem import ConvProblem
 
 Values = Mapping[str, int]
 STRUCTURE, TILE, ANNOTATION = "structure", "tile", "annotation"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 
+from convselect.base.problem import ConvProblem
 from convselect.kernels._contract import Algorithm, Params
 from convselect.kernels._space import Values
-from convselect.problem import ConvProblem
 
 MORE_BYTES = 32 * 2**20
 """A program may take this much more workspace than the default one, or twice as much."""

@@ -22,9 +22,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from convselect.base.problem import CHANNELS_LAST, ConvProblem, Direction
 from convselect.kernels._common import compute_dtype, compute_element_bytes, memory_format
 from convselect.kernels._winograd_transforms import R, arrays
-from convselect.problem import CHANNELS_LAST, ConvProblem, Direction
 
 CACHED_BYTES = 5 * 2**18
 """Aim for the transformed inputs of one block, so that they stay in the L2 cache until the GEMM reads them; but

@@ -21,6 +21,7 @@ import functools
 import torch
 from torch import Tensor
 
+from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction
 from convselect.kernels import _library
 from convselect.kernels._c_algorithm import CAlgorithm, why_not_in_c
 from convselect.kernels._common import why_not_depthwise
@@ -28,7 +29,6 @@ from convselect.kernels._contract import Grade, Params
 from convselect.kernels._depthwise_torch import DepthwiseByNative
 from convselect.kernels._space import Parameter, Space, Values
 from convselect.kernels._tuning import within
-from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction
 
 _BY_NATIVE = DepthwiseByNative()
 

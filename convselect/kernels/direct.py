@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction
 from convselect.kernels import _library
 from convselect.kernels._c_algorithm import CAlgorithm, why_not_in_c
 from convselect.kernels._common import memory_format
 from convselect.kernels._contract import Grade
 from convselect.kernels._space import STRUCTURE, Parameter, Rule, Space, Values
 from convselect.kernels._tuning import within
-from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction
 
 FEW_CHANNELS = 16
 """With groups of fewer input or output channels most of a register tile would be empty."""

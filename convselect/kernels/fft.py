@@ -27,6 +27,7 @@ import functools
 
 from torch import Tensor
 
+from convselect.base.problem import ConvProblem, Direction
 from convselect.kernels import _library
 from convselect.kernels._c_algorithm import CAlgorithm
 from convselect.kernels._common import strides
@@ -43,7 +44,6 @@ from convselect.kernels._fft_plan import (
 from convselect.kernels._fft_torch import Engine
 from convselect.kernels._space import Parameter, Space, Values
 from convselect.kernels._tuning import within
-from convselect.problem import ConvProblem, Direction
 
 
 class Fft(Algorithm):

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import functools
 
+from convselect.base.problem import ConvProblem, Direction
 from convselect.kernels import _library
 from convselect.kernels._c_algorithm import CAlgorithm, why_not_in_c
 from convselect.kernels._contract import Grade
 from convselect.kernels._space import STRUCTURE, Parameter, Rule, Space, Values
 from convselect.kernels._tuning import within
-from convselect.problem import ConvProblem, Direction
 
 MOST_CHANNELS = 64
 """Input or output channels per group, as in the C source."""

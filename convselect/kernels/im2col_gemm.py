@@ -20,13 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from convselect import settings
+from convselect.base import settings
+from convselect.base.problem import CHANNELS_LAST, ConvProblem
 from convselect.kernels._common import cast_bytes, compute_dtype, compute_element_bytes
 from convselect.kernels._contract import Algorithm, Grade, Params
 from convselect.kernels._cuda_flags import product_rounds_too_much
 from convselect.kernels._space import Parameter, Space, Values
 from convselect.kernels._tuning import in_slots, within
-from convselect.problem import CHANNELS_LAST, ConvProblem
 
 # Of 1 to 64 MiB, measured on layers of ResNet-18 and VGG-16: level on small images; on 224 x 224, 2 MiB is a quarter
 # faster than 8 and more, and 1 MiB sometimes loses.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from convselect.base.problem import ConvProblem
 from convselect.kernels._contract import Algorithm, Grade, Params
 from convselect.kernels._native_ops import (
     native_backward_data,
@@ -12,7 +13,6 @@ from convselect.kernels._native_ops import (
     native_forward,
     native_workspace_bytes,
 )
-from convselect.problem import ConvProblem
 
 
 class Native(Algorithm):

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from convselect.base.problem import CHANNELS_LAST, ConvProblem, Direction
 from convselect.kernels import _cuda_flags
 from convselect.kernels._common import why_not_depthwise
 from convselect.kernels._contract import Algorithm, Grade, Params
@@ -29,7 +30,6 @@ from convselect.kernels._native_ops import (
     native_forward,
     native_workspace_bytes,
 )
-from convselect.problem import CHANNELS_LAST, ConvProblem, Direction
 
 SPLIT_ELEMENTS = 2**31
 """cuDNN's fast engines index with 32 bits."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, canonical_strides
 from convselect.kernels._contract import Algorithm, Grade, Params
 from convselect.kernels._native_ops import (
     native_backward_data,
@@ -17,7 +18,6 @@ from convselect.kernels._native_ops import (
     native_workspace_bytes,
     unsound_in_16_bit,
 )
-from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, canonical_strides
 
 _MEMORY_FORMATS = {CONTIGUOUS: torch.contiguous_format, CHANNELS_LAST: torch.channels_last}
 

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from convselect.base.problem import ConvProblem
 from convselect.kernels._contract import Algorithm, Grade, Params
-from convselect.problem import ConvProblem
 
 
 def _taps(problem: ConvProblem) -> list[tuple[int, int, slice, slice]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from convselect.base.problem import ConvProblem
 from convselect.kernels._common import cast_bytes
 from convselect.kernels._contract import Algorithm, Grade, Params
 from convselect.kernels._native_ops import (
@@ -16,7 +17,6 @@ from convselect.kernels._native_ops import (
     native_forward,
     native_workspace_bytes,
 )
-from convselect.problem import ConvProblem
 
 
 class Upcast(Algorithm):

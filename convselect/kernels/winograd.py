@@ -22,13 +22,13 @@ import math
 
 from torch import Tensor
 
+from convselect.base.problem import ConvProblem, Direction
 from convselect.kernels import _winograd_torch, _winograd_transforms
 from convselect.kernels._c_algorithm import CAlgorithm
 from convselect.kernels._common import strides
 from convselect.kernels._contract import Grade, Params
 from convselect.kernels._space import STRUCTURE, Parameter, Rule, Space, Values
 from convselect.kernels._tuning import within
-from convselect.problem import ConvProblem, Direction
 
 TILES: dict[tuple[int, int], tuple[int, ...]] = {
     (3, 3): (2, 3, 4, 5, 6, 7),

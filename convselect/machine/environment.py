@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from convselect._version import __version__
+from convselect.base.version import __version__
 from convselect.machine import host
 
 MALLOC_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")

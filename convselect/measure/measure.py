@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from convselect import settings, timing
+from convselect.base import settings, timing
+from convselect.base.problem import CHANNELS_LAST, ConvProblem, Direction
 from convselect.kernels._contract import Algorithm, Params
 from convselect.kernels.pool import ALL, BY_NAME
 from convselect.measure.rows import NATIVE, Row
-from convselect.problem import CHANNELS_LAST, ConvProblem, Direction
 
 ERROR_BOUNDS = {"float64": 1e-11, "float32": 2e-4, "float16": 5e-3, "bfloat16": 3e-2}
 """Relative L2 error beyond which a result is wrong, whatever its error grade: about ten times the loosest grade."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from convselect.problem import ConvProblem, Direction
+from convselect.base.problem import ConvProblem, Direction
 
 NATIVE = "native"
 STATUSES = ("ok", "wrong", "failed", "censored")

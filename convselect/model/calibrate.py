@@ -22,7 +22,8 @@ from pathlib import Path
 
 import numpy as np
 
-from convselect import timing
+from convselect.base import timing
+from convselect.base.problem import ConvProblem
 from convselect.kernels.pool import ALL
 from convselect.machine import host
 from convselect.machine.environment import cpu_fingerprint
@@ -30,7 +31,6 @@ from convselect.measure.measure import measure_problem
 from convselect.measure.rows import NATIVE, PLAN_COST_US, Row
 from convselect.model.inference import Calibration, Predictor
 from convselect.model.loaded import calibration_path, digest, nearest_artifact
-from convselect.problem import ConvProblem
 
 SHRINK = 4.0
 """Weight of a correction of 0, in problems: few measurements change little."""

@@ -16,14 +16,14 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from convselect import timing
+from convselect.base import timing
+from convselect.base.problem import ConvProblem, conv_problem
 from convselect.kernels._contract import Algorithm
 from convselect.kernels.pool import ALL, BY_NAME
 from convselect.machine import host
 from convselect.machine.environment import run_environment
 from convselect.measure.measure import measure_problem, operands, threads
 from convselect.measure.rows import NATIVE, Row
-from convselect.problem import ConvProblem, conv_problem
 from convselect.store.store import Store, pool_fingerprint
 
 BLOCK = 50

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, conv_problem
 from convselect.measure.rows import NATIVE, PLAN_COST_CUDA_US, PLAN_COST_US, Row
-from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, conv_problem
 from convselect.store.times import read_times
 
 

@@ -16,7 +16,7 @@ from math import log2
 import numpy as np
 import numpy.typing as npt
 
-from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction
+from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction
 
 FEATURES_VERSION = 3
 """Goes up with every change to `FEATURE_NAMES` or to what a feature means; artifacts are then retrained."""

@@ -20,12 +20,12 @@ from typing import Any
 
 import numpy as np
 
+from convselect.base.problem import ConvProblem
 from convselect.machine.host import SIXTEEN_BIT_FLAGS
 from convselect.model import _archive
 from convselect.model._archive import Array
 from convselect.model._archive import ArtifactError as ArtifactError  # where others look for it
 from convselect.model.features import FEATURE_NAMES, FEATURES_VERSION, features
-from convselect.problem import ConvProblem
 
 FORMAT_VERSION = 1
 WHAT = "model file"

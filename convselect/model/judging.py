@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from convselect import timing
+from convselect.base import timing
 from convselect.machine.environment import run_environment
 from convselect.model import evaluate as ev
 from convselect.model.dataset import Table, read_measurements

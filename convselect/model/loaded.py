@@ -8,11 +8,11 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from convselect.warnings import warn_once
+from convselect.base.warnings import warn_once
 
 if TYPE_CHECKING:
+    from convselect.base.problem import ConvProblem
     from convselect.model.inference import Predictor
-    from convselect.problem import ConvProblem
 
 IDLE_CALLS = 1000
 """The model is released after this many convolutions in a row that needed no prediction."""

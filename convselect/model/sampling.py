@@ -19,9 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from convselect.aten.arguments import problem_of
-from convselect.machine.host import SIXTEEN_BIT_FLAGS, host_flags
-from convselect.measure.rows import KERNEL_CLASSES, kernel_class
-from convselect.problem import (
+from convselect.base.problem import (
     CHANNELS_LAST,
     CONTIGUOUS,
     TORCH_DTYPES,
@@ -30,6 +28,8 @@ from convselect.problem import (
     conv_problem,
     layout_of,
 )
+from convselect.machine.host import SIXTEEN_BIT_FLAGS, host_flags
+from convselect.measure.rows import KERNEL_CLASSES, kernel_class
 
 Layer = tuple[str, ConvProblem]
 """(the model it comes from, its forward problem)."""

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from convselect.base.problem import ConvProblem
 from convselect.measure.measure import threads
 from convselect.measure.rows import kernel_class
 from convselect.model import reformer
@@ -40,7 +41,6 @@ from convselect.model.evaluate import (
 from convselect.model.features import FEATURE_NAMES, features
 from convselect.model.inference import Card, Predictor, artifact_path, save
 from convselect.model.targets import loss_of, probabilities
-from convselect.problem import ConvProblem
 from convselect.store.store import is_store
 
 MIN_PROBLEMS_PER_DTYPE = 30

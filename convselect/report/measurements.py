@@ -20,8 +20,8 @@ from convselect.store.store import Store, is_store
 from convselect.store.times import read_times
 
 if TYPE_CHECKING:
+    from convselect.base.problem import ConvProblem
     from convselect.measure.rows import Row
-    from convselect.problem import ConvProblem
 
 WORST = 20
 """Cases shown of each kind."""

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from convselect import settings, timing
 from convselect.aten.arguments import problems_of
+from convselect.base import settings, timing
 from convselect.convert import convert, revert
 from convselect.doctor.bench import bench
 from convselect.doctor.compare import infer
@@ -30,10 +30,10 @@ from convselect.store.times import Times, times_here
 from convselect.summary import summary
 
 if TYPE_CHECKING:
+    from convselect.base.problem import ConvProblem
     from convselect.doctor.bench import Row as Timed
     from convselect.explain import Row as Explained
     from convselect.measure.rows import Row as Stored
-    from convselect.problem import ConvProblem
 
 DIRECTIONS = {"forward": "forward", "backward_data": "grad input", "backward_weight": "grad weight"}
 """Directions in the order of the page, and how it names them."""

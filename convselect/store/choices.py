@@ -10,8 +10,8 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from convselect.base.problem import ConvProblem
 from convselect.machine import environment as machine
-from convselect.problem import ConvProblem
 from convselect.store.file import DamagedStoreError, StoreFile, now
 
 

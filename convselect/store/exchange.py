@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from convselect.base.problem import ConvProblem
 from convselect.kernels.pool import BY_NAME
 from convselect.measure.rows import HEADER, environment_path, read_rows
-from convselect.problem import ConvProblem
 from convselect.store.choices import Decision, Stored
 from convselect.store.store import Store, pool_fingerprint
 

@@ -18,14 +18,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from convselect import timing
+from convselect.base import timing
+from convselect.base.warnings import warn_once
 from convselect.kernels.pool import BY_NAME
 from convselect.machine import environment
 from convselect.store.fork import ForkGuard, abandon
-from convselect.warnings import warn_once
 
 if TYPE_CHECKING:
-    from convselect.problem import ConvProblem
+    from convselect.base.problem import ConvProblem
     from convselect.store.choices import Choices, Decision
 
 BUSY_S = 0.2

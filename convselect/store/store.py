@@ -18,8 +18,8 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from convselect.base.problem import ConvProblem
 from convselect.measure.rows import MACHINE, TIMES, Row, environment_path, write_rows
-from convselect.problem import ConvProblem
 from convselect.store.choices import Choices, Decision
 from convselect.store.file import (
     SCHEMA_VERSION,

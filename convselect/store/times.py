@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from convselect.base.problem import ConvProblem
 from convselect.kernels.pool import BY_NAME
 from convselect.machine.environment import choice_environment
 from convselect.measure.rows import MACHINE, Row, environment_path, read_rows
-from convselect.problem import ConvProblem
 from convselect.store import process
 from convselect.store.store import Store, StoreError, is_store
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from convselect.problem import ConvProblem
+from convselect.base.problem import ConvProblem
 from convselect.tune.features import ProgramFeatures
 from convselect.tune.programs import Floats, Program
 

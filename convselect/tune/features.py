@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from convselect.base.problem import ConvProblem
 from convselect.model.features import FEATURE_NAMES, features
-from convselect.problem import ConvProblem
 from convselect.tune.programs import Program
 
 _CACHES = (("SC_LEVEL1_DCACHE_SIZE", 32 << 10), ("SC_LEVEL2_CACHE_SIZE", 1 << 20), ("SC_LEVEL3_CACHE_SIZE", 16 << 20))

@@ -9,13 +9,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from convselect.base.problem import ConvProblem
+from convselect.base.settings import Settings
 from convselect.choice.budgets import refusal
 from convselect.choice.choose import NATIVE
 from convselect.kernels._contract import Algorithm
 from convselect.kernels._space import Space
 from convselect.kernels.pool import BY_NAME
-from convselect.problem import ConvProblem
-from convselect.settings import Settings
 
 Floats = npt.NDArray[np.float64]
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from convselect.problem import ConvProblem
+from convselect.base.problem import ConvProblem
 from convselect.tune.programs import Program
 
 LOG_LINES = 200_000

@@ -15,13 +15,13 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from convselect import timing
+from convselect.base import timing
+from convselect.base.problem import ConvProblem
 from convselect.choice.choose import NATIVE
 from convselect.kernels._contract import Algorithm
 from convselect.kernels.pool import BY_NAME
 from convselect.measure import measure
 from convselect.measure.rows import PLAN_COST_US
-from convselect.problem import ConvProblem
 from convselect.tune.programs import Program
 from convselect.tune.records import Measured
 

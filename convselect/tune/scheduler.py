@@ -20,8 +20,8 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from convselect.base.problem import ConvProblem
 from convselect.measure.rows import kernel_class
-from convselect.problem import ConvProblem
 from convselect.tune.search import Search
 
 OBJECTIVES = ("latency", "target", "speedup", "early-stop")

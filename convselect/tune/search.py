@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 
-from convselect.problem import ConvProblem
+from convselect.base.problem import ConvProblem
 from convselect.tune import evolution
 from convselect.tune.cost_model import CostModel
 from convselect.tune.programs import Floats, Program, Programs

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from convselect import timing
+from convselect.base import timing
+from convselect.base.problem import ConvProblem
+from convselect.base.settings import Settings
 from convselect.choice.choose import NATIVE, choose
 from convselect.kernels.pool import BY_NAME
 from convselect.machine import environment
 from convselect.model import loaded
-from convselect.problem import ConvProblem
-from convselect.settings import Settings
 from convselect.store import process
 from convselect.store.choices import Decision
 from convselect.tune.cost_model import CostModel

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from places import ROOT
 
+from convselect.base.problem import conv_problem
 from convselect.model import inference
 from convselect.model.inference import ARTIFACTS
-from convselect.problem import conv_problem
 
 
 def test_the_model_of_other_peoples_times_is_sound_and_predicts_nothing_here():

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from benchmarks._gpu_clock import on_device
-from convselect import timing
+from convselect.base import timing
 
 
 class Queue:

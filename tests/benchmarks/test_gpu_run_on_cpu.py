@@ -18,14 +18,14 @@ from places import TESTS
 from tiny_triton import Tiny
 
 from benchmarks import _gpu_compile, _gpu_device, _gpu_numerics, _gpu_problems, _gpu_report, _gpu_times, gpu_run
-from convselect import timing
+from convselect.base import timing
+from convselect.base.problem import CHANNELS_LAST, Direction, conv_problem
 from convselect.kernels.pool import BY_NAME
 from convselect.kernels.triton.launch import Launch
 from convselect.measure.rows import Row, environment_path, kernel_class, write_rows
 from convselect.model import train
 from convselect.model.dataset import read_measurements
 from convselect.model.inference import Predictor, artifact_path
-from convselect.problem import CHANNELS_LAST, Direction, conv_problem
 
 CUDA = dataclasses.replace(_gpu_device.dry(), kind="cuda")
 

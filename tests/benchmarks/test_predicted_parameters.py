@@ -48,10 +48,10 @@ from benchmarks.predicted_parameters.tokens import (
     tokens,
 )
 from benchmarks.predicted_parameters.training import train_parameters
+from convselect.base.problem import conv_problem
 from convselect.kernels._space import Parameter, Space
 from convselect.kernels.pool import BY_NAME
 from convselect.model.inference import ArtifactError
-from convselect.problem import conv_problem
 from convselect.tune.programs import Program
 from convselect.tune.records import Measured
 
@@ -87,7 +87,7 @@ def test_tokens_tell_problems_apart():
     assert ids.max() < VOCABULARY
     assert len(set(ids.tolist())) == len(FIELDS)  # no token belongs to two fields
     for field, value in (("C", 17), ("stride_h", 2), ("layout", "channels_last"), ("direction", "backward_data")):
-        from convselect.problem import Direction
+        from convselect.base.problem import Direction
 
         other = P._replace(**{field: Direction(value) if field == "direction" else value})
         others = tokens(other, 0)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks._rows import append_rows
+from convselect.base.problem import conv_problem
 from convselect.measure.rows import Row, read_rows
-from convselect.problem import conv_problem
 
 PROBLEM = conv_problem(1, 4, 8, 8, 4, 3, 3, padding=1)
 

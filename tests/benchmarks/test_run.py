@@ -13,10 +13,10 @@ from benchmarks import _classes, _kernels, _networks, run
 from benchmarks import compile as compiling
 from benchmarks._classes import CLASSES
 from benchmarks._kernels import Measured
+from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, Direction, conv_problem
+from convselect.base.timing import SYSTEM_CLOCK
 from convselect.kernels._contract import Algorithm, Grade
 from convselect.kernels.pool import BY_NAME
-from convselect.problem import CHANNELS_LAST, CONTIGUOUS, Direction, conv_problem
-from convselect.timing import SYSTEM_CLOCK
 
 # Not every machine these tests run on has a trained artifact; what is chosen does not matter here.
 pytestmark = pytest.mark.filterwarnings("ignore::convselect.ConvselectWarning")

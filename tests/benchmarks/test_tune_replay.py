@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from benchmarks import search
 from benchmarks._recorded import RecordedPrograms, Replay, beside, read_recorded, replayed, write_recorded
-from convselect import settings
+from convselect.base import settings
 from convselect.choice.choose import NATIVE
 from convselect.tune import runner
 from convselect.tune.cost_model import CostModel

@@ -7,14 +7,14 @@ import math
 import pytest
 from fake_model import FakePredictor
 
-from convselect import settings
+from convselect.base import settings
+from convselect.base.problem import conv_problem
+from convselect.base.settings import _intern
 from convselect.choice.budgets import refusal
 from convselect.choice.choose import Choice, choose, nominees
 from convselect.kernels._contract import Grade, NotApplicable
 from convselect.kernels.native import Native
 from convselect.kernels.pool import BY_NAME
-from convselect.problem import conv_problem
-from convselect.settings import _intern
 
 AUTO = _intern("auto", "native", 2**30)
 CONV3 = conv_problem(1, 64, 56, 56, 64, 3, 3, padding=1)

@@ -8,12 +8,12 @@ import pytest
 from fake_model import use_fake
 from typer.testing import CliRunner
 
-from convselect import timing
+from convselect.base import timing
+from convselect.base.problem import ConvProblem
 from convselect.cli import main
 from convselect.doctor import doctor
 from convselect.kernels.pool import BY_NAME
 from convselect.model import calibrate
-from convselect.problem import ConvProblem
 
 SHORT = "1x8x12x12 -> 8, 3x3 p1"
 

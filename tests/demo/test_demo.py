@@ -21,10 +21,10 @@ pytest.importorskip("typer")
 
 from rich.console import Console
 
+from convselect.base.timing import Ratio
 from convselect.demo import demo, tables
 from convselect.doctor import compare
 from convselect.kernels.pool import ALL
-from convselect.timing import Ratio
 
 # On a machine no model was trained for everything here must hold as well, with native throughout.
 pytestmark = [

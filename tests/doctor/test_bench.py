@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from convselect import lru, settings
+from convselect.base import lru, settings
+from convselect.base.problem import ConvProblem, Direction, conv_problem
 from convselect.choice.choose import Choice
 from convselect.doctor import bench
 from convselect.eager import dispatch
 from convselect.kernels._contract import NotApplicable
 from convselect.kernels.pool import BY_NAME
-from convselect.problem import ConvProblem, Direction, conv_problem
 
 SMALL = conv_problem(1, 8, 12, 12, 8, 3, 3, padding=1)
 

@@ -12,15 +12,15 @@ from problems import arranged, operands_of, random_operands
 from torch import nn
 
 import convselect
-from convselect import lru
+from convselect.base import lru
+from convselect.base.problem import ConvProblem, Direction, canonical_strides, conv_problem, layout_of
+from convselect.base.settings import use
 from convselect.choice.budgets import refusal
 from convselect.eager import batch as eager_batch
 from convselect.eager import resolve
 from convselect.explain import explain_problem
 from convselect.kernels.pool import ALL, BY_NAME
 from convselect.model import loaded
-from convselect.problem import ConvProblem, Direction, canonical_strides, conv_problem, layout_of
-from convselect.settings import use
 
 DECLARED = [
     a.name for a in ALL if a.batch_invariant(conv_problem(1, 16, 9, 9, 16, 3, 3, padding=1)) and a.name != "reference"
@@ -362,7 +362,7 @@ def test_choices_under_other_settings_do_not_leak(monkeypatch):
     problem = conv_problem(3, 8, 12, 12, 8, 3, 3, padding=1)
     with torch.no_grad():
         layer(x)
-    assert resolve.choice_for(problem, convselect.settings.current()).per_image is None
+    assert resolve.choice_for(problem, convselect.base.settings.current()).per_image is None
     with use(batch_invariant=True) as settings:
         assert resolve.choice_for(problem, settings).per_image is settings
         weight = problem.with_direction(Direction.BACKWARD_WEIGHT)

@@ -17,16 +17,16 @@ from problems import PROBLEMS, operands_of, random_operands, relative_error
 from torch import nn
 
 import convselect
-from convselect import lru, settings
-from convselect import warnings as _warnings
+from convselect.base import lru, settings
+from convselect.base import warnings as _warnings
+from convselect.base.problem import Direction, conv_problem
+from convselect.base.settings import use
 from convselect.choice.budgets import Shortage, check_disabled, is_disabled, refusal
 from convselect.choice.choose import Choice, choose
 from convselect.eager import execute
 from convselect.explain import explain_problem
 from convselect.kernels.pool import ALL, BY_NAME
 from convselect.machine import memory as machine_memory
-from convselect.problem import Direction, conv_problem
-from convselect.settings import use
 
 CONV3 = conv_problem(2, 8, 12, 12, 8, 3, 3, padding=1)
 LARGE = conv_problem(8, 64, 112, 112, 64, 3, 3, padding=1)
@@ -334,7 +334,7 @@ def test_frozen_models_leave_it_out():
 def test_the_environment_variable():
     code = (
         "import torch, convselect; from convselect.explain import explain_problem; "
-        "from convselect.problem import conv_problem; "
+        "from convselect.base.problem import conv_problem; "
         "(row,) = explain_problem(conv_problem(2, 8, 12, 12, 8, 3, 3, padding=1)); "
         "print(sorted(n for n, why in row.why_not.items() if why.startswith('it is disabled')))"
     )

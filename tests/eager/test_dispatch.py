@@ -13,13 +13,13 @@ from problems import relative_error
 from torch import nn
 
 import convselect
-from convselect import lru
-from convselect import warnings as _warnings
+from convselect.base import lru
+from convselect.base import warnings as _warnings
+from convselect.base.problem import Direction
 from convselect.eager import resolve
 from convselect.eager.plan import plans
 from convselect.kernels.pool import BY_NAME
 from convselect.model import loaded
-from convselect.problem import Direction
 
 
 @pytest.fixture

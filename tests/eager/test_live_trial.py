@@ -16,8 +16,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import convselect
-from convselect import lru, timing
-from convselect import warnings as _warnings
+from convselect.base import lru, timing
+from convselect.base import warnings as _warnings
+from convselect.base.problem import Direction, conv_problem
 from convselect.choice.choose import NATIVE, Choice
 from convselect.choice.trial import MIN_ROUNDS
 from convselect.eager import live_trial, measured, resolve
@@ -26,7 +27,6 @@ from convselect.eager.plan import plans
 from convselect.kernels.native import Native
 from convselect.kernels.pool import BY_NAME
 from convselect.model import loaded
-from convselect.problem import Direction, conv_problem
 from convselect.store import process
 
 NATIVE_US = 1000.0
@@ -118,14 +118,16 @@ def test_what_was_found_outlives_the_process(race):
         for _ in range(60):
             convselect.conv2d(X, weight, padding=1)
     lru.clear()
-    decision = process.look_up(problem, convselect.settings.current().budgets)
+    decision = process.look_up(problem, convselect.base.settings.current().budgets)
     assert decision is not None
     assert (decision.algorithm, decision.source, decision.samples) == ("quick", "verify", MIN_ROUNDS)
     counts = {name: len(a.runs) for name, a in race.items()}
     for policy in ("auto", "verify"):
         with torch.no_grad(), convselect.use(policy):
             convselect.conv2d(X, weight, padding=1)
-        choice = resolve.choice_for(problem, convselect.settings.with_policy(convselect.settings.current(), policy))
+        choice = resolve.choice_for(
+            problem, convselect.base.settings.with_policy(convselect.base.settings.current(), policy)
+        )
         assert (choice.algorithm, choice.source) == ("quick", "store")
     assert len(race["quick"].runs) == counts["quick"] + 2
     # Under other budgets it was not found out.
@@ -134,7 +136,7 @@ def test_what_was_found_outlives_the_process(race):
     # An upgraded algorithm is tried again.
     race["quick"].revision += 1
     lru.clear()
-    assert resolve.choice_for(problem, convselect.settings.current()).source == "model"
+    assert resolve.choice_for(problem, convselect.base.settings.current()).source == "model"
 
 
 def test_all_three_directions_have_trials_of_their_own(race):
@@ -337,7 +339,7 @@ def test_short_memory_does_not_decide_for_good(race, error):
         warnings.simplefilter("error")
         trial = call_until_settled()
     assert trial.choice.algorithm == NATIVE
-    assert process.look_up(trial.problem, convselect.settings.current().budgets) is None
+    assert process.look_up(trial.problem, convselect.base.settings.current().budgets) is None
 
 
 def test_an_algorithm_that_fails_is_out_with_one_warning(race):
@@ -486,7 +488,7 @@ def test_an_audit_gives_up_what_has_become_slow(race):
             convselect.conv2d(X, weight, padding=1)
         assert trial.choice.algorithm == NATIVE
         assert [plan.native for plan in plans.entries.values()] == [True]
-        decision = process.look_up(trial.problem, convselect.settings.current().budgets)
+        decision = process.look_up(trial.problem, convselect.base.settings.current().budgets)
         assert decision is not None
         assert decision.algorithm == NATIVE
 
@@ -641,6 +643,6 @@ def test_an_audited_choice_keeps_its_parameters(race, monkeypatch):
     with convselect.use(audit=4), torch.no_grad():
         for _ in range(12):
             convselect.conv2d(X, weight, padding=1)
-        assert resolve.choice_for(problem, convselect.settings.current()) is stored
+        assert resolve.choice_for(problem, convselect.base.settings.current()) is stored
     assert given
     assert set(map(str, given)) == {"{'tile': 3}"}

@@ -13,12 +13,12 @@ import fresh
 import pytest
 from fake_model import use_fake
 
-from convselect import lru, settings
+from convselect.base import lru, settings
+from convselect.base.problem import conv_problem
+from convselect.base.settings import Settings
 from convselect.doctor import bench
 from convselect.eager import log, resolve
 from convselect.kernels.pool import ALL
-from convselect.problem import conv_problem
-from convselect.settings import Settings
 
 PROBLEM = conv_problem(1, 8, 12, 12, 8, 3, 3, padding=1, threads=2)
 CHOOSE = """

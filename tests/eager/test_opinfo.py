@@ -15,8 +15,8 @@ from torch import nn
 
 import convselect
 from convselect import NotApplicable, SelectedConv2d
+from convselect.base.problem import Direction
 from convselect.kernels.pool import BY_NAME
-from convselect.problem import Direction
 
 pytestmark = pytest.mark.slow
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

@@ -12,8 +12,8 @@ from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
 
 import convselect
+from convselect.base.problem import Direction
 from convselect.kernels.pool import BY_NAME
-from convselect.problem import Direction
 
 
 @pytest.fixture(autouse=True)

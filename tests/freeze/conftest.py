@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS
+from convselect.base.timing import Timing
 from convselect.freeze import layer as freeze_layer
 from convselect.freeze import plan, residual
-from convselect.problem import CHANNELS_LAST, CONTIGUOUS
-from convselect.timing import Timing
 
 KERNELS = ("winograd4", "winograd6", "winograd2", "depthwise", "grouped", "direct")
 PREFERENCES = {

@@ -23,9 +23,10 @@ from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 import convselect
 from benchmarks.models import MODELS
-from convselect import NotApplicable, SelectedConv2d, settings, timing
+from convselect import NotApplicable, SelectedConv2d
+from convselect.base import settings, timing
+from convselect.base.problem import Direction
 from convselect.graph import ops
-from convselect.problem import Direction
 
 pytestmark = pytest.mark.compile
 

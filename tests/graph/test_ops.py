@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 import convselect
-from convselect import settings as settings_file
-from convselect import warnings
+from convselect.base import settings as settings_file
+from convselect.base import warnings
+from convselect.base.problem import ConvProblem, Direction, conv_problem
 from convselect.graph import ops
 from convselect.kernels._contract import NotApplicable
 from convselect.kernels.pool import BY_NAME
-from convselect.problem import ConvProblem, Direction, conv_problem
 
 LAYOUTS = ("contiguous", "channels_last", "transposed")
 AUTO = "{}"  # all at their defaults

@@ -8,9 +8,9 @@ import torch
 from problems import operands_of, random_operands, relative_error
 from tolerances import tolerance
 
+from convselect.base.problem import ConvProblem, Direction, layout_of
 from convselect.kernels.reference import Reference
 from convselect.kernels.triton.launch import TritonAlgorithm
-from convselect.problem import ConvProblem, Direction, layout_of
 
 
 def check(

@@ -9,12 +9,12 @@ from checking import check
 from problems import random_operands
 from tolerances import tolerance
 
+from convselect.base.problem import ConvProblem, Direction, conv_problem
 from convselect.kernels._contract import NotApplicable
 from convselect.kernels.pool import BY_NAME
 from convselect.kernels.reference import Reference
 from convselect.kernels.triton import depthwise as triton_depthwise
 from convselect.kernels.triton.launch import configurations
-from convselect.problem import ConvProblem, Direction, conv_problem
 
 ALGORITHM = BY_NAME["depthwise_triton"]
 

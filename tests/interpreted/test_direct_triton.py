@@ -7,9 +7,9 @@ import torch
 from checking import check
 from problems import PROBLEMS, operands_of, random_operands
 
+from convselect.base.problem import CHANNELS_LAST, ConvProblem, Direction, conv_problem, layout_of
 from convselect.kernels.triton import launch as launcher
 from convselect.kernels.triton.direct import DirectTriton, _box, _Gather, _Gradient, _padded, shipped
-from convselect.problem import CHANNELS_LAST, ConvProblem, Direction, conv_problem, layout_of
 
 ALGORITHM = DirectTriton()
 

@@ -7,9 +7,9 @@ import torch
 from checking import check
 from problems import PROBLEMS, operands_of, random_operands
 
+from convselect.base.problem import CHANNELS_LAST, ConvProblem, Direction, conv_problem, layout_of
 from convselect.kernels.triton import launch as launcher
 from convselect.kernels.triton.grouped import GroupedTriton, _axis_constants, _pack, shipped
-from convselect.problem import CHANNELS_LAST, ConvProblem, Direction, conv_problem, layout_of
 
 ALGORITHM = GroupedTriton()
 

@@ -9,10 +9,10 @@ import pytest
 from checking import check
 from problems import LAYOUTS
 
+from convselect.base.problem import Direction, conv_problem
 from convselect.kernels.triton import large_depthwise_plan
 from convselect.kernels.triton import launch as launcher
 from convselect.kernels.triton.large_depthwise import LargeDepthwiseTriton
-from convselect.problem import Direction, conv_problem
 
 ALGORITHM = LargeDepthwiseTriton()
 DIRECTIONS = tuple(Direction)

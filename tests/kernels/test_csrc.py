@@ -19,10 +19,10 @@ import pytest
 from problems import PROBLEMS, operands_of, random_operands
 
 import convselect
+from convselect.base.problem import Direction, layout_of
 from convselect.kernels import _library
 from convselect.kernels._c_algorithm import CAlgorithm
 from convselect.kernels.pool import ALL
-from convselect.problem import Direction, layout_of
 
 ROOT = Path(convselect.__file__).parent.parent
 CC = os.environ.get("CC", sysconfig.get_config_var("CC") or "cc").split()

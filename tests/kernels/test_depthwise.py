@@ -9,9 +9,9 @@ from pairs import pairwise
 from problems import arranged, operands_of, random_operands, relative_error
 from tolerances import tolerance
 
+from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, STRIDED, ConvProblem, Direction, conv_problem
 from convselect.kernels import _depthwise_torch, _library, depthwise
 from convselect.kernels.reference import Reference
-from convselect.problem import CHANNELS_LAST, CONTIGUOUS, STRIDED, ConvProblem, Direction, conv_problem
 
 ALGORITHM = depthwise.ALGORITHMS[0]
 BY_NATIVE = _depthwise_torch.DepthwiseByNative()

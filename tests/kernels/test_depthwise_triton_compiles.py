@@ -12,9 +12,9 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 import _sass
 
+from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction, conv_problem
 from convselect.kernels.pool import BY_NAME
 from convselect.kernels.triton import launch as launcher
-from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction, conv_problem
 
 pytestmark = pytest.mark.compile
 

@@ -12,10 +12,10 @@ from problems import PROBLEMS, operands_of, random_operands, relative_error
 from tolerances import tolerance
 from torch import Tensor
 
+from convselect.base.problem import ConvProblem, Direction, conv_problem, layout_of
 from convselect.kernels import _library
 from convselect.kernels.direct import Direct, forward_packed, pack
 from convselect.kernels.reference import Reference
-from convselect.problem import ConvProblem, Direction, conv_problem, layout_of
 
 if not _library.available():
     pytest.skip("the C library is not installed", allow_module_level=True)

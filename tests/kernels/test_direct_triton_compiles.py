@@ -7,9 +7,9 @@ import contextvars
 import pytest
 from _sass import instructions, usage
 
+from convselect.base.problem import CHANNELS_LAST, ConvProblem, Direction, conv_problem
 from convselect.kernels.triton import launch as launcher
 from convselect.kernels.triton.direct import DirectTriton, shipped
-from convselect.problem import CHANNELS_LAST, ConvProblem, Direction, conv_problem
 
 pytestmark = pytest.mark.compile
 

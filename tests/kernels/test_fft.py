@@ -9,9 +9,9 @@ from pairs import pairwise
 from problems import arranged, operands_of, random_operands, relative_error
 from tolerances import tolerance
 
+from convselect.base.problem import ConvProblem, Direction, conv_problem
 from convselect.kernels import _fft_plan, _library, fft
 from convselect.kernels.reference import Reference
-from convselect.problem import ConvProblem, Direction, conv_problem
 
 WHOLE, TILED = fft.ALGORITHMS
 DIRECTIONS = pytest.mark.parametrize("direction", list(Direction), ids=str)

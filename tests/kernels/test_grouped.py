@@ -16,11 +16,11 @@ from pairs import pairwise
 from problems import operands_of, random_operands, relative_error
 from tolerances import tolerance
 
+from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, STRIDED, ConvProblem, Direction, conv_problem
 from convselect.kernels import _library, grouped
 from convselect.kernels._contract import Grade
 from convselect.kernels.native import Native
 from convselect.kernels.reference import Reference
-from convselect.problem import CHANNELS_LAST, CONTIGUOUS, STRIDED, ConvProblem, Direction, conv_problem
 
 ALGORITHM = grouped.ALGORITHMS[0]
 ISA_LEVELS = range(_library.library().cs_best_isa() + 1) if _library.available() else ()

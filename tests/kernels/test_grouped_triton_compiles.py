@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from _sass import instructions, usage
 
+from convselect.base.problem import CHANNELS_LAST, ConvProblem, Direction, conv_problem
 from convselect.kernels.triton import launch as launcher
 from convselect.kernels.triton.grouped import GroupedTriton, shipped
-from convselect.problem import CHANNELS_LAST, ConvProblem, Direction, conv_problem
 
 pytestmark = pytest.mark.compile
 

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from problems import LAYOUTS, PROBLEMS, arranged, operands_of, random_operands, relative_error
 from tolerances import tolerance
 
+from convselect.base.problem import ConvProblem, Direction, conv_problem, layout_of
 from convselect.kernels._contract import Algorithm, Grade
 from convselect.kernels._native_ops import unsound_in_16_bit
 from convselect.kernels.native import Native
 from convselect.kernels.pool import ALL
 from convselect.kernels.reference import Reference
-from convselect.problem import ConvProblem, Direction, conv_problem, layout_of
 
 MEMORY_FORMATS = {"contiguous": "contiguous_format", "channels_last": "channels_last"}
 POOL = [a for a in ALL if a.name != "reference" and "cpu" in a.devices]
@@ -267,7 +267,7 @@ def test_strided_1x1_weight_gradient_does_not_overrun(layout):
     code = f"""
 import torch, convselect
 from convselect.kernels.pool import ALL
-from convselect.problem import conv_problem
+from convselect.base.problem import conv_problem
 torch.set_num_threads(1)
 x = torch.randn(2, 13, 112, 112).contiguous(memory_format=getattr(torch, {MEMORY_FORMATS[layout]!r}))
 g = torch.randn(2, 48, 56, 56).contiguous(memory_format=getattr(torch, {MEMORY_FORMATS[layout]!r}))

@@ -12,9 +12,9 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from _sass import instructions, usage
 
+from convselect.base.problem import Direction, conv_problem
 from convselect.kernels.triton import launch as launcher
 from convselect.kernels.triton.large_depthwise import LargeDepthwiseTriton
-from convselect.problem import Direction, conv_problem
 
 pytestmark = pytest.mark.compile
 

@@ -18,10 +18,10 @@ from places import TESTS
 from problems import PROBLEMS, operands_of, random_operands, relative_error
 from tolerances import FORWARD, WEIGHT_GRADIENT_FACTOR
 
+from convselect.base.problem import Direction, conv_problem, layout_of
 from convselect.kernels import _library
 from convselect.kernels.pool import ALL
 from convselect.kernels.reference import Reference
-from convselect.problem import Direction, conv_problem, layout_of
 
 KERNELS = [(name, before) for name, tiles in _guarded.kernels().items() for before in tiles]
 SLOTS = int(re.search(r"CS_SLOTS = (\d+)", (_guarded.CSRC / "scratch.h").read_text()).group(1))

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from problems import PROBLEMS, operands_of, random_operands, relative_error
 from tolerances import NATIVE_16_BIT_FACTOR, tolerance
 
+from convselect.base.problem import CHANNELS_LAST, ConvProblem, Direction, conv_problem, layout_of
 from convselect.eager import dispatch
 from convselect.graph import run as graph_run
 from convselect.kernels import _cuda_flags, native_cuda
@@ -18,7 +19,6 @@ from convselect.kernels._native_ops import unsound_in_16_bit
 from convselect.kernels.native_cuda import CudnnBenchmark, SplitBatch
 from convselect.kernels.pool import BY_NAME
 from convselect.kernels.reference import Reference
-from convselect.problem import CHANNELS_LAST, ConvProblem, Direction, conv_problem, layout_of
 
 every_direction = pytest.mark.parametrize("direction", list(Direction), ids=str)
 every_layout = pytest.mark.parametrize("layout", ["contiguous", "channels_last", "transposed"])
@@ -158,8 +158,8 @@ def test_shared_algorithms_with_the_plans_of_a_gpu(name, dtype, layout, directio
 
 
 def test_columns_of_a_gpu_are_larger_and_within_the_budget():
+    from convselect.base.settings import use
     from convselect.kernels import im2col_gemm
-    from convselect.settings import use
 
     p = conv_problem(128, 64, 56, 56, 64, 3, 3, padding=1, dtype="bfloat16", device="cuda")
     assert im2col_gemm._column_bytes(p) > 50 * im2col_gemm._column_bytes(p._replace(device="cpu"))

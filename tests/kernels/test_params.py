@@ -11,14 +11,14 @@ import pytest
 import torch
 from _memory import peak_extra_bytes
 
-from convselect import lru, settings
+from convselect.base import lru, settings
+from convselect.base.problem import ConvProblem, Direction, conv_problem
 from convselect.eager import resolve
 from convselect.kernels import _library
 from convselect.kernels._space import Space
 from convselect.kernels.pool import ALL, BY_NAME
 from convselect.kernels.reference import ALGORITHMS as REFERENCE
 from convselect.measure.measure import ERROR_BOUNDS, operands
-from convselect.problem import ConvProblem, Direction, conv_problem
 from convselect.store import process
 from convselect.store.store import Decision
 

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
+from convselect.base.problem import conv_problem
 from convselect.kernels._space import STRUCTURE, Parameter, Rule, Space
 from convselect.kernels.pool import ALL
-from convselect.problem import conv_problem
 
 P = conv_problem(1, 16, 14, 14, 16, 3, 3, padding=1)
 BLOCKS = (1, 2, 4, 8, 16)

@@ -22,12 +22,12 @@ from places import TESTS
 from tiny_triton import Tiny
 
 import convselect
-from convselect import lru
-from convselect import warnings as _warnings
+from convselect.base import lru
+from convselect.base import warnings as _warnings
+from convselect.base.problem import conv_problem
 from convselect.kernels.pool import BY_NAME
 from convselect.kernels.triton import launch as launcher
 from convselect.kernels.triton.launch import Launch
-from convselect.problem import conv_problem
 
 POINTWISE = conv_problem(2, 16, 7, 9, 24, 1, 1, dtype="float16", device="cuda")
 ADD = Launch("_tiny_kernels", "product", (4, 1, 1), ("float16",) * 3, (("N", 32), ("K", 16), ("BLOCK", 32)), 1)
@@ -183,7 +183,7 @@ def test_without_triton_everything_else_works():
         import torch, convselect
         from convselect.kernels.pool import ALL
         from convselect.kernels.triton import launch as launcher
-        from convselect.problem import conv_problem
+        from convselect.base.problem import conv_problem
 
         assert not launcher.installed()
         for device in ("cpu", "cuda"):

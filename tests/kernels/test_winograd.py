@@ -12,12 +12,12 @@ from pairs import pairwise
 from tolerances import FORWARD, WEIGHT_GRADIENT_FACTOR
 from torch import Tensor
 
+from convselect.base.problem import ConvProblem, Direction, conv_problem
 from convselect.kernels import _library, _winograd_transforms
 from convselect.kernels import _winograd_torch as winograd
 from convselect.kernels._contract import Grade
 from convselect.kernels.reference import Reference
 from convselect.kernels.winograd import ALGORITHMS, TILES, Winograd
-from convselect.problem import ConvProblem, Direction, conv_problem
 
 IN_TORCH = tuple(_winograd_transforms.POINTS)
 # C kernels in the tiles for 3x3, the PyTorch formulation in those that it has.

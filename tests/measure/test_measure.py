@@ -6,9 +6,9 @@ import pytest
 import torch
 from clocks import NATIVE, TINY, Like, raises
 
+from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction, conv_problem, layout_of
 from convselect.measure import measure
 from convselect.model import sampling
-from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction, conv_problem, layout_of
 
 
 def one_nan(y: torch.Tensor) -> torch.Tensor:

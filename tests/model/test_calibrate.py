@@ -13,14 +13,14 @@ import pytest
 import torch
 
 import convselect
-from convselect import lru, warnings
+from convselect.base import lru, warnings
+from convselect.base.problem import Direction, conv_problem
 from convselect.kernels.pool import BY_NAME
 from convselect.machine import host
 from convselect.machine.environment import cpu_fingerprint
 from convselect.measure.rows import KERNEL_CLASSES, PLAN_COST_US, Row, kernel_class
 from convselect.model import calibrate, evaluate, loaded, train
 from convselect.model.inference import ARTIFACTS, ArtifactError, Calibration, Predictor, artifact_path
-from convselect.problem import Direction, conv_problem
 
 SHIPPED = sorted(ARTIFACTS.glob("cpu-*.npz"))
 

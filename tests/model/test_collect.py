@@ -16,13 +16,13 @@ import fresh
 import pytest
 from clocks import NATIVE, TINY, Like, raises
 
-from convselect import timing
+from convselect.base import timing
+from convselect.base.problem import conv_problem
 from convselect.machine.environment import MALLOC_VARIABLES, run_environment
 from convselect.measure.rows import Row
 from convselect.model import collect as collection
 from convselect.model.collect import collect
 from convselect.model.dataset import read_measurements
-from convselect.problem import conv_problem
 from convselect.store.store import Store
 
 MODELS = ("anet1", "bnet2", "cnet3")

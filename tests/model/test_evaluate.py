@@ -12,12 +12,12 @@ import pytest
 import torch
 from synthetic import QUICK, synthetic, write
 
+from convselect.base.problem import CHANNELS_LAST, Direction, conv_problem
 from convselect.measure.measure import threads
 from convselect.measure.rows import Row
 from convselect.model import evaluate, judging, selectors, targets, train
 from convselect.model.dataset import Table, is_wide, read_wide
 from convselect.model.inference import Predictor
-from convselect.problem import CHANNELS_LAST, Direction, conv_problem
 
 NAN = float("nan")
 WIDE = """arch,dtype,layout,direction,N,C,H,W,K,R,S,stride_h,stride_w,pad_h,pad_w,dil_h,dil_w,groups,gemm_ms,direct_ms

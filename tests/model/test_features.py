@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from convselect.base.problem import CHANNELS_LAST, STRIDED, ConvProblem, Direction, conv_problem
 from convselect.model.features import FEATURE_NAMES, FEATURES_VERSION, features
-from convselect.problem import CHANNELS_LAST, STRIDED, ConvProblem, Direction, conv_problem
 
 EXAMPLES = (
     conv_problem(8, 64, 56, 28, 128, 3, 3, padding=1),

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 
+from convselect.base.problem import conv_problem
 from convselect.kernels import _library
 from convselect.machine import host
 from convselect.model import _archive, inference
 from convselect.model.features import FEATURE_NAMES, features
 from convselect.model.inference import ArtifactError, Card, Prediction, Predictor, artifact_path, save
 from convselect.model.reformer import Reformer, fold
-from convselect.problem import conv_problem
 
 D = len(FEATURE_NAMES)
 PROBLEM = conv_problem(8, 64, 56, 56, 128, 3, 3, padding=1)
@@ -150,7 +150,7 @@ def test_the_matrix_products_allocate_nothing():
 
 
 def test_inference_does_not_import_torch():
-    """`convselect.problem` does, for its dtypes; but no tensor and no training code may come near a prediction."""
+    """`convselect.base.problem` does, for its dtypes; but no tensor and no training code may come near a prediction."""
     imported = set()
     for module in (inference, _archive):
         for node in ast.walk(ast.parse(Path(module.__file__).read_text())):

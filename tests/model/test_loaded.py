@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import convselect
-from convselect import lru, warnings
+from convselect.base import lru, warnings
+from convselect.base.problem import conv_problem
 from convselect.eager import resolve
 from convselect.machine import host
 from convselect.model import inference, loaded
 from convselect.model.inference import ARTIFACTS, artifact_path
-from convselect.problem import conv_problem
 
 X, W = torch.randn(1, 8, 12, 12), torch.randn(8, 8, 3, 3)
 
@@ -157,7 +157,7 @@ def test_a_gpu_without_a_model_is_native_without_a_word(a_gpu, tmp_path, monkeyp
     monkeypatch.setattr(inference, "artifact_path", lambda family: tmp_path / f"{family}.npz")
     for size in (8, 9, 10):
         problem = ON_CUDA._replace(H=size)
-        choice = resolve.choice_for(problem, convselect.settings.current())
+        choice = resolve.choice_for(problem, convselect.base.settings.current())
         assert (choice.algorithm, choice.source) == ("native", "fallback")
     assert loaded._of_gpu == {"cuda-sm90": None}
     assert not [w for w in recwarn if issubclass(w.category, convselect.ConvselectWarning)]

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import convselect
+from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, Direction, conv_problem
 from convselect.measure.rows import KERNEL_CLASSES, kernel_class
 from convselect.model import sampling
-from convselect.problem import CHANNELS_LAST, CONTIGUOUS, Direction, conv_problem
 
 LAYERS = [
     ("anet", conv_problem(1, 64, 28, 28, 64, 1, 1)),

@@ -10,6 +10,8 @@ import pytest
 import torch
 from synthetic import FAMILIES, MACHINE, QUICK, synthetic, write
 
+from convselect.base.problem import CHANNELS_LAST, ConvProblem, Direction, conv_problem
+from convselect.base.settings import Settings
 from convselect.choice.choose import choose
 from convselect.kernels._contract import GRADE_OF_PRECISION
 from convselect.kernels.pool import BY_NAME
@@ -19,8 +21,6 @@ from convselect.model.dataset import Table, family_of, folds, ratio_target
 from convselect.model.features import FEATURE_NAMES
 from convselect.model.inference import Predictor
 from convselect.model.reformer import PAPER_PARAMETERS
-from convselect.problem import CHANNELS_LAST, ConvProblem, Direction, conv_problem
-from convselect.settings import Settings
 
 NAN = float("nan")
 PROBLEM = conv_problem(1, 8, 9, 9, 8, 3, 3, padding=1)

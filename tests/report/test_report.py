@@ -17,7 +17,8 @@ from torch import nn
 from typer.testing import CliRunner
 
 import convselect
-from convselect import settings
+from convselect.base import settings
+from convselect.base.problem import conv_problem
 from convselect.choice.choose import Choice
 from convselect.cli import main
 from convselect.eager import dispatch
@@ -29,7 +30,6 @@ from convselect.model import evaluate as ev
 from convselect.model.inference import Predictor, artifact_path
 from convselect.model.judging import judge_all
 from convselect.model.train import Recipe, read_measured
-from convselect.problem import conv_problem
 from convselect.report import charts, of_data, of_model, page, render
 from convselect.report.end_to_end import EndToEnd, Sides, Spread
 from convselect.store import process

@@ -7,7 +7,7 @@ import warnings
 import pytest
 
 import convselect
-from convselect import warnings as _warnings
+from convselect.base import warnings as _warnings
 from convselect.store import file
 from convselect.store import process as store_process
 

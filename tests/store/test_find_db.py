@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from stores import LINES
 
-from convselect.problem import Direction, conv_problem
+from convselect.base.problem import Direction, conv_problem
 from convselect.store.find_db import environment_of, parse, read
 
 FORWARD = conv_problem(8, 64, 56, 56, 128, 3, 3, stride=2, padding=1, device="cuda")

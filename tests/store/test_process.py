@@ -16,7 +16,7 @@ import torch
 from process_store import BUDGETS, again, decided, filled, in_a_process, numbered, stored
 
 import convselect
-from convselect import timing
+from convselect.base import timing
 from convselect.kernels.pool import BY_NAME
 from convselect.machine import environment as machine_environment
 from convselect.machine.environment import choice_environment, cpu_fingerprint
@@ -47,7 +47,7 @@ def test_a_look_up_imports_only_what_it_needs(exists, path):
         store_process._process.close()
     code = """
         import sys
-        from convselect.problem import conv_problem
+        from convselect.base.problem import conv_problem
         from convselect.store import process
         found = process.look_up(conv_problem(1, 1, 9, 9, 8, 3, 3), "native 8B")
         names = ("sqlite3", "choices", "file", "store")

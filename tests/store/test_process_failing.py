@@ -25,8 +25,8 @@ from process_store import (
     use,
 )
 
-from convselect import timing
-from convselect import warnings as _warnings
+from convselect.base import timing
+from convselect.base import warnings as _warnings
 from convselect.store import file
 from convselect.store import process as store_process
 from convselect.store.store import SCHEMA_VERSION, Store, StoreVersionError

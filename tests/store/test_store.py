@@ -128,7 +128,7 @@ WRITER = """
     import sys
     from convselect.store.store import Store
     from stores import HERE, rows_of
-    from convselect.problem import conv_problem
+    from convselect.base.problem import conv_problem
 
     path, first, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     with Store(path) as store:

@@ -13,12 +13,12 @@ import torch
 from _toy_space import Toy, problems, programs, time_us
 from typer.testing import CliRunner
 
+from convselect.base.problem import conv_problem
 from convselect.choice.choose import NATIVE
 from convselect.cli import main
 from convselect.kernels._contract import Algorithm, Grade
 from convselect.kernels._space import Parameter, Space
 from convselect.kernels.pool import BY_NAME
-from convselect.problem import conv_problem
 from convselect.store import process as store_process
 from convselect.store.store import Store
 from convselect.tune.cost_model import CostModel
@@ -180,7 +180,7 @@ def test_programs_are_checked_and_then_timed(capsys):
 
 def test_times_of_batches_are_made_comparable(monkeypatch):
     """The machine is half as fast in the second batch: native and the default say so."""
-    from convselect import timing
+    from convselect.base import timing
 
     speed = [1.0]
 
@@ -217,7 +217,7 @@ import convselect
 from convselect.store import process as store_process
 from convselect.kernels.pool import BY_NAME
 from convselect.kernels._space import Parameter, Space
-from convselect.problem import conv_problem
+from convselect.base.problem import conv_problem
 
 ROWS = tuple(json.loads(sys.argv[2]))
 kind, ran = type(BY_NAME["im2col_gemm"]), []
@@ -236,7 +236,7 @@ store_process.configure(sys.argv[1])
 P = conv_problem(1, 8, 20, 20, 8, 3, 3, padding=1, threads=torch.get_num_threads())
 """
 KEEP = """
-from convselect import settings
+from convselect.base import settings
 from convselect.tune.programs import Program
 from convselect.tune.runner import Verdict
 from convselect.tune.tuning import Outcome, keep
@@ -253,7 +253,7 @@ for policy in ("auto", "verify", "measure"):
     with torch.no_grad(), convselect.use(policy):
         y = convselect.conv2d(x, layer.weight, layer.bias, padding=1)
     assert torch.allclose(y, torch.conv2d(x, layer.weight, layer.bias, padding=1), atol=1e-5)
-    settings = convselect.settings._changed(convselect.settings.current(), policy)
+    settings = convselect.base.settings._changed(convselect.base.settings.current(), policy)
     choice = convselect.eager.resolve.choice_for(P, settings)
     out.append([choice.algorithm, choice.source, choice.params and dict(choice.params), list(ran)])
 print(json.dumps(out))

@@ -9,7 +9,7 @@ import pytest
 from _toy_space import problems, recorded
 
 from benchmarks._quality import quality
-from convselect.problem import conv_problem
+from convselect.base.problem import conv_problem
 from convselect.tune import cost_model
 from convselect.tune.cost_model import CostModel, throughput
 from convselect.tune.features import ProgramFeatures, caches, estimate

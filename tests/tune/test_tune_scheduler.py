@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from convselect.problem import conv_problem
+from convselect.base.problem import conv_problem
 from convselect.tune.scheduler import LEAST_GAIN, PATIENCE, EqualSplit, Objective, Scheduler, Task, latencies
 
 P3 = conv_problem(1, 64, 28, 28, 64, 3, 3, padding=1)

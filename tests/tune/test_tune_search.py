@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from _toy_space import Toy, problems, programs, recorded, space, time_us
 
-from convselect import settings
+from convselect.base import settings
+from convselect.base.problem import conv_problem
 from convselect.choice.choose import NATIVE
 from convselect.kernels._space import STRUCTURE
 from convselect.kernels.pool import BY_NAME
-from convselect.problem import conv_problem
 from convselect.tune import evolution
 from convselect.tune.cost_model import CostModel
 from convselect.tune.programs import Program, Programs

@@ -28,11 +28,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from convselect.base.problem import CHANNELS_LAST, STRIDED, ConvProblem, Direction
 from convselect.kernels._common import strides, why_not_depthwise
 from convselect.kernels._contract import Grade, Params
 from convselect.kernels.triton import launch as launcher
 from convselect.kernels.triton.launch import SPLIT_ELEMENTS, Launch, TritonAlgorithm, Value
-from convselect.problem import CHANNELS_LAST, STRIDED, ConvProblem, Direction
 
 MOST_TAPS = 11
 """Rows or columns of a filter. Above, sums of a row no longer fit into registers, and tensor cores win."""

@@ -39,10 +39,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction, canonical_strides
 from convselect.kernels._contract import Grade, Params
 from convselect.kernels.triton import launch as launcher
 from convselect.kernels.triton.launch import Launch, TritonAlgorithm, Value
-from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction, canonical_strides
 
 _MODULE = "convselect.kernels.triton.direct_kernels"
 

@@ -46,12 +46,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from convselect.base.problem import CHANNELS_LAST, ConvProblem, Direction
 from convselect.kernels._common import why_not_depthwise
 from convselect.kernels._contract import Grade, Params
 from convselect.kernels.triton import launch as launcher
 from convselect.kernels.triton.large_depthwise_plan import NAME, RESULT, Step, planned, ranked
 from convselect.kernels.triton.launch import SPLIT_ELEMENTS, Launch, TritonAlgorithm
-from convselect.problem import CHANNELS_LAST, ConvProblem, Direction
 
 SMALLEST, LARGEST = 7, 64
 """Bounds of the filter's longer side. Smaller ones are bound by memory without tensor cores; larger ones are FFT's."""

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction
 from convselect.kernels.triton import launch as launcher
 from convselect.kernels.triton.launch import SPLIT_ELEMENTS, Launch
-from convselect.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction
 
 _MODULE = "convselect.kernels.triton.large_depthwise_kernels"
 NAME = "large_depthwise_triton"

@@ -32,8 +32,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from convselect.base.problem import ConvProblem
 from convselect.kernels._contract import Algorithm, Params
-from convselect.problem import ConvProblem
 
 Value = int | float | bool | str
 
