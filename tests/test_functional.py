@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-import subprocess
-import sys
 import textwrap
 import threading
 
+import fresh
 import pytest
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,7 @@ from _parity import (
 )
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from pairs import pairs
 
 import convselect
 from convselect import NotApplicable
@@ -192,9 +193,9 @@ def strides_of(function, operands, arguments):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
-def test_strides_where_one_channel_or_pixel_leaves_a_choice(dtype):
-    """1x1 kernels, one channel, one pixel: the strides of the operands then decide, and aten's backends differ."""
+def test_strides_where_one_channel_or_pixel_leaves_a_choice():
+    """1x1 kernels, one channel, one pixel: the strides of the operands then decide, and aten's backends differ. Every
+    shape in every two layouts; any two of these and the dtype."""
     generator = torch.Generator().manual_seed(0)
     shapes = [  # N, C, H, W, K, R, S, groups
         (2, 3, 4, 5, 4, 1, 1, 1), (2, 3, 4, 5, 1, 1, 1, 1), (1, 1, 4, 5, 4, 1, 1, 1), (2, 4, 4, 5, 4, 1, 1, 4),
@@ -202,20 +203,20 @@ def test_strides_where_one_channel_or_pixel_leaves_a_choice(dtype):
         (2, 1, 5, 5, 3, 3, 3, 1), (2, 3, 1, 1, 4, 1, 1, 1), (2, 3, 1, 4, 4, 1, 3, 1), (1, 16, 12, 12, 8, 3, 3, 1),
         (2, 3, 5, 5, 4, 3, 1, 1),
     ]  # fmt: skip
-    for N, C, H, W, K, R, S, groups in shapes:
-        for x_layout in LAYOUTS:
-            for weight_layout in LAYOUTS:
-                operands = (
-                    made((N, C, H, W), x_layout, dtype, generator),
-                    made((K, C // groups, R, S), weight_layout, dtype, generator),
-                )
-                arguments = {"groups": groups}
-                problem = problem_of(*operands, **arguments)
-                names = [n for n in (OTHER, "native_contiguous") if BY_NAME[n].why_not(problem) is None]
-                want = strides_of(native, operands, arguments)
-                with favouring(names[0]):
-                    got = strides_of(convselect.conv2d, operands, arguments)
-                assert got == want, (N, C, H, W, K, R, S, groups, x_layout, weight_layout)
+    dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+    for shape, (x_layout, weight_layout), dtype in pairs(shapes, [*itertools.product(LAYOUTS, LAYOUTS)], dtypes):
+        N, C, H, W, K, R, S, groups = shape
+        operands = (
+            made((N, C, H, W), x_layout, dtype, generator),
+            made((K, C // groups, R, S), weight_layout, dtype, generator),
+        )
+        arguments = {"groups": groups}
+        problem = problem_of(*operands, **arguments)
+        names = [n for n in (OTHER, "native_contiguous") if BY_NAME[n].why_not(problem) is None]
+        want = strides_of(native, operands, arguments)
+        with favouring(names[0]):
+            got = strides_of(convselect.conv2d, operands, arguments)
+        assert got == want, (shape, x_layout, weight_layout, dtype)
 
 
 @pytest.mark.parametrize("favourite", [None, OTHER, "im2col_gemm"])
@@ -706,10 +707,7 @@ def python(code, **environment):
     """Run code in a fresh interpreter; its standard output."""
     import os
 
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True, text=True, timeout=120, check=False, env={**os.environ, **environment},
-    )  # fmt: skip
+    result = fresh.run(["-c", textwrap.dedent(code)], timeout=120, env={**os.environ, **environment})
     assert result.returncode == 0, result.stderr
     return result.stdout
 

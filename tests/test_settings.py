@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import pickle
-import subprocess
-import sys
 
+import fresh
 import pytest
 
 from convselect.base import settings
@@ -37,7 +36,7 @@ def test_other_workspaces_are_refused(text):
 def in_a_process(**variables: str) -> str:
     code = "from convselect.base.settings import current; print(current())"
     env = {**os.environ, **{f"CONVSELECT_{name}": value for name, value in variables.items()}}
-    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
+    return fresh.run(["-c", code], env=env, check=True).stdout
 
 
 @pytest.mark.process
@@ -115,5 +114,4 @@ def test_budgets_tell_apart_what_allows_different_choices_and_nothing_else():
 def test_verify_is_the_default_where_nobody_says_otherwise():
     env = {name: value for name, value in os.environ.items() if not name.startswith("CONVSELECT_")}
     code = "import convselect; print(convselect.base.settings.current().policy)"
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-    assert done.stdout == "verify\n"
+    assert fresh.run(["-c", code], env=env, check=True).stdout == "verify\n"

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fresh
 import pytest
 import torch
 from places import ROOT
@@ -74,14 +75,7 @@ def workdir(tmp_path: Path) -> Path:
 def convselect(workdir: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     environment |= {"PYTHONPATH": str(ROOT), "COLUMNS": "160"} | variables
-    return subprocess.run(
-        [sys.executable, "-m", "convselect.cli.main", *arguments],
-        cwd=workdir,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    return fresh.run(["-m", "convselect.cli.main", *arguments], cwd=workdir, env=environment)
 
 
 def test_quick_demo_of_a_users_model(workdir: Path) -> None:

@@ -10,6 +10,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import fresh
 import psutil
 import pytest
 
@@ -30,10 +31,8 @@ def ask(tmp_path):
     def asked(*, raw: bool = False, **variables: str):
         environment = {name: value for name, value in os.environ.items() if not name.startswith("CONVSELECT_")}
         environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "CONVSELECT_CACHE": str(tmp_path / "cache")}
-        command = [sys.executable, "-m", "convselect.cli.main", "doctor", *([] if raw else ["--json"])]
-        done = subprocess.run(
-            command, env={**environment, "OMP_NUM_THREADS": "1", **variables}, capture_output=True, text=True
-        )
+        command = ["-m", "convselect.cli.main", "doctor", *([] if raw else ["--json"])]
+        done = fresh.run(command, env={**environment, "OMP_NUM_THREADS": "1", **variables})
         assert "Traceback" not in done.stderr, done.stderr
         return done.returncode, done.stdout if raw else json.loads(done.stdout)
 

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 from fake_model import FakePredictor, use_fake
+from pairs import pairwise
 from problems import arranged, operands_of, random_operands
 from torch import nn
 
@@ -145,9 +146,13 @@ def check(module, x: torch.Tensor, gradient: torch.Tensor | None = None) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("how", ARRANGEMENTS)
-@pytest.mark.parametrize("policy", ["native", "auto", "im2col_gemm", "native_channels_last"])
+@pairwise(
+    {
+        "policy": ["native", "auto", "im2col_gemm", "native_channels_last"],
+        "how": {how: how for how in ARRANGEMENTS},
+        "threads": [1, 2],
+    }
+)
 def test_images_of_a_batch_get_their_own_bits(monkeypatch, policy, how, threads):
     torch.set_num_threads(threads)
     use_fake(monkeypatch, "winograd4", "depthwise", "grouped", "fft", "direct")

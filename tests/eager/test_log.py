@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 
+import fresh
 import pytest
 from fake_model import use_fake
 
@@ -32,9 +33,7 @@ CHOOSE = """
 def run(code: str, **variables: str) -> subprocess.CompletedProcess:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("CONVSELECT_")}
     environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "CONVSELECT_STORE": "off", **variables}
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], env=environment, capture_output=True, text=True, check=True
-    )
+    return fresh.run(["-c", textwrap.dedent(code)], env=environment, check=True)
 
 
 def said(caplog, level):

@@ -42,6 +42,7 @@ PROGRAM = textwrap.dedent("""
             if i % 100 == 99:
                 gc.collect()
                 rss.append(process.memory_info().rss)
+    gc.freeze()  # else collecting goes through all of torch
     with torch.no_grad():
         sweep()
         first = len(asked)

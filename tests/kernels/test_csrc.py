@@ -235,6 +235,7 @@ def instructions(path: Path) -> list[str]:
     return [line.split("\t", 1)[1].strip() for line in lines if re.match(r"\s+[0-9a-f]+:\t", line)]
 
 
+@pytest.mark.compile
 @needs_binutils
 @pytest.mark.skipif(not X86, reason="one instruction set only")
 def test_no_unit_holds_instructions_beyond_its_set(objects):
@@ -257,6 +258,7 @@ def test_no_unit_holds_instructions_beyond_its_set(objects):
     assert any("%ymm" in line for line in instructions(objects["isa_avx2"]))
 
 
+@pytest.mark.compile
 @needs_binutils
 def test_units_share_no_function(objects):
     """A function that two units define and the linker merges would run with one unit's instructions in both."""
@@ -268,6 +270,7 @@ def test_units_share_no_function(objects):
                 assert symbol.endswith(unit.removeprefix("isa")), f"{unit} defines {symbol}"
 
 
+@pytest.mark.compile
 @needs_binutils
 def test_the_library_exports_its_interface_and_needs_neither_torch_nor_python(built):
     exported = {line.split()[-1] for line in command("nm", "-D", "--defined-only", built).stdout.splitlines()}

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
-import sys
 from dataclasses import asdict
 
+import fresh
 import numpy as np
 import pytest
 import torch
@@ -188,10 +187,10 @@ def test_a_foreign_model_is_better_with_a_few_problems_of_here():
 
 @pytest.mark.process
 def test_the_command(tmp_path):
-    line = [sys.executable, "-m", "convselect.cli.main", "calibrate", "--seconds", "1", "--dry-run"]
+    line = ["-m", "convselect.cli.main", "calibrate", "--seconds", "1", "--dry-run"]
     # One thread: beside other tests, waiting for a second one would be taken for a bad timer.
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(line, capture_output=True, text=True, env=environment)
+    done = fresh.run(line, env=environment)
     assert done.returncode == 0, done.stderr
     assert "problems timed" in done.stdout
     assert "nothing was kept" in done.stdout

@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import fresh
 import pytest
 from clocks import NATIVE, TINY, Like, raises
 
@@ -214,8 +215,7 @@ LAYERS = (
 
 
 def command(*arguments, **options):
-    line = [sys.executable, "-m", "convselect.cli.main", *map(str, arguments)]
-    return subprocess.run(line, capture_output=True, text=True, **options)
+    return fresh.run(["-m", "convselect.cli.main", *map(str, arguments)], **options)
 
 
 @pytest.mark.process

@@ -5,9 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import math
-import subprocess
-import sys
 
+import fresh
 import numpy as np
 import pytest
 import torch
@@ -298,8 +297,7 @@ def test_runtime_models_report_what_they_are_usually_judged_by():
 
 
 def command(*arguments):
-    line = [sys.executable, "-m", "convselect.cli.main", "evaluate", *map(str, arguments)]
-    return subprocess.run(line, capture_output=True, text=True)
+    return fresh.run(["-m", "convselect.cli.main", "evaluate", *map(str, arguments)])
 
 
 @pytest.mark.process

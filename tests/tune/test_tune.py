@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import fresh
 import pytest
 import torch
 from _toy_space import Toy, problems, programs, time_us
@@ -262,10 +261,7 @@ print(json.dumps(out))
 
 
 def process(code: str, store: Path, rows: str = "[1, 2, 4]") -> str:
-    run = subprocess.run(
-        [sys.executable, "-c", PATCH + code, str(store), rows], capture_output=True, text=True,
-        env={**os.environ, "CONVSELECT_POLICY": "auto"},
-    )  # fmt: skip
+    run = fresh.run(["-c", PATCH + code, str(store), rows], env={**os.environ, "CONVSELECT_POLICY": "auto"})
     assert run.returncode == 0, run.stderr
     return run.stdout
 
@@ -361,13 +357,8 @@ def test_targets(tmp_path):
     assert {p.threads for p in both} == {3}
     assert any(SHORT in calls for calls in both.values())
     (tmp_path / "own.py").write_text("import torch\ndef net(): return torch.nn.Conv2d(3, 4, 3)\n")
-    run = subprocess.run(
-        [
-            sys.executable, "-c",
-            "from convselect.cli import tune; print(*tune.problems(['own:net'], '1,3,8,8', 'forward', 1))",
-        ],
-        cwd=tmp_path, capture_output=True, text=True,
-    )  # fmt: skip
+    code = "from convselect.cli import tune; print(*tune.problems(['own:net'], '1,3,8,8', 'forward', 1))"
+    run = fresh.run(["-c", code], cwd=tmp_path)
     assert run.stdout.split()[:4] == ["forward", "N=1", "C=3", "H=8"], run.stderr
     layers = tmp_path / "layers.csv"
     header = "model,N,C,H,W,K,R,S,stride_h,stride_w,pad_h,pad_w,dil_h,dil_w,groups"
