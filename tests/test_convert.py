@@ -18,7 +18,7 @@ import convselect
 from convselect import SelectedConv2d
 from convselect.base.problem import ConvProblem, Direction
 from convselect.choice.choose import Choice
-from convselect.eager import execution
+from convselect.eager import resolve
 
 
 @pytest.fixture(params=[None, OTHER], autouse=True)
@@ -637,10 +637,10 @@ def test_measured_choices_go_by_geometry_and_policy():
         SelectedConv2d(4, 4, 3, dilation=2, padding=2, padding_mode="reflect"), nn.Conv2d(4, 4, **same),
     )  # fmt: skip
     problem = ConvProblem(Direction.FORWARD, 1, 4, 9, 9, 4, 3, 3, 1, 1, 2, 2, 2, 2, 2, 2)
-    put = execution.choices.put
+    put = resolve.choices.put
     for policy, source in (("verify", "verify"), ("measure", "measure"), ("auto", "model"), ("native", "forced")):
         with convselect.use(policy) as used:
-            put((problem, used), execution._Chosen(Choice("direct", source, None, 2.5)))
+            put((problem, used), resolve._Chosen(Choice("direct", source, None, 2.5)))
     rows = convselect.summary(model).measured
     assert [(row.layers, row.source, row.algorithms, row.gain) for row in rows] == [
         (("0",), "verify", ("direct",), 2.5),
