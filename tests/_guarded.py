@@ -1,6 +1,6 @@
 """Runs the C kernels' entry points on bare pointers to memory that notices every stray byte, and checks every result.
 
-A program, so that a crash ends a process of its own: `run(...)` starts it, and where it dies says at which case.
+A program, so that a crash ends a process of its own: `run(...)` starts it, and says at which case it died.
 
     guarded     each buffer lies flush against a page that may not be touched, first with its end, then with its start;
                 operands are read-only; bytes beside the result are compared afterwards
@@ -211,8 +211,8 @@ def listed_problems() -> Iterator[ConvProblem]:
 
 
 def with_reference(problem: ConvProblem) -> tuple[Tensor, Tensor, Tensor, float]:
-    """Both operands, the float64 result, and the norm that a result of so many random terms is expected to have (that
-    of one result may be near zero by cancellation, and then no measure of anything)."""
+    """Both operands, the float64 result, and the norm that a sum of that number of random terms is expected to have
+    (the norm of a single result may be near zero by cancellation, and then measures nothing)."""
     operands = operands_of(problem, *random_operands(problem))
     exact = problem._replace(dtype="float64")
     want = Reference().run(*(t.double() for t in operands), exact)
@@ -228,7 +228,7 @@ class Runner:
 
     Args:
         names: kernels to run.
-        sides: for guarded memory, whether buffers lie at the end of their region; None for the heap.
+        sides: for guarded memory, whether buffers are at the end of their region; None for the heap.
         progress: file that holds the case being run.
         programs: draws a program of the kernel's algorithm for each problem; None: the kernels decide.
     """
@@ -254,7 +254,7 @@ class Runner:
         self.wrong: list[str] = []
 
     def _tune(self, name: str, before: tuple[int, ...], problem: ConvProblem) -> list[int]:
-        """A program at random, in the kernel's slots; only zeros where there is none."""
+        """A random program, in the kernel's slots; only zeros if there is none."""
         slots = [0] * _library.TUNE_SLOTS
         stem = name.removeprefix("cs_")
         algorithm = BY_NAME.get("fft_tiled" if stem == "fft" else stem + "".join(map(str, before)))
@@ -268,7 +268,7 @@ class Runner:
         return slots
 
     def _packed(self, name: str, before: tuple[int, ...], conv: Any, weight: int, memory: Any) -> int | None:
-        """The address of the packed weight; None where the kernel does not apply."""
+        """The address of the packed weight; None if the kernel does not apply."""
         loaded, pointer = _library.library(), ctypes.c_void_p
         assert loaded is not None
         size, pack = (loaded[name.replace("_frozen", suffix)] for suffix in ("_packed_bytes", "_pack"))
@@ -344,7 +344,7 @@ class Runner:
 
 
 def random_blocks(seed: int, count: int) -> Iterator[tuple[int, int, ConvProblem, tuple[str | None, ...]]]:
-    """(channels of x, 0 where the first layer is missing, channels of y, the depthwise problem, activations)."""
+    """(channels of x, 0 if the first layer is missing, channels of y, the depthwise problem, activations)."""
     r = random.Random(seed)
     while count:
         D = r.choice((3, 8, 16, 17, 24, 33, 40, 96)) if r.random() < 0.9 else 1024
@@ -466,7 +466,7 @@ def run(environment: dict[str, str] | None = None, **spec: Any) -> dict[str, int
         listed: "" (none), "one layout" or "all layouts": the problems of tests/problems.py.
 
     Raises:
-        AssertionError: where the process died, by a signal or by a sanitizer's report, or where a result is wrong.
+        AssertionError: the process died, by a signal or by a sanitizer's report, or a result is wrong.
     """
     with tempfile.NamedTemporaryFile() as progress:
         child = subprocess.run(

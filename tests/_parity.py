@@ -22,7 +22,7 @@ from convselect.kernels.pool import ALL, BY_NAME
 from convselect.model import loaded
 
 NAMES = tuple(a.name for a in ALL if "cpu" in a.devices)
-# The dearest for last: where one algorithm other than native is enough, this one converts layouts in every direction.
+# The slowest for last: if one algorithm other than native is enough, this one converts layouts in every direction.
 OTHER = "native_channels_last"
 
 
@@ -59,7 +59,7 @@ def favouring(name: str | None) -> Iterator[None]:
 
 
 def problem_of(x: torch.Tensor, weight: torch.Tensor, stride=1, padding=0, dilation=1, groups=1) -> ConvProblem | None:
-    """The forward problem that dispatch sees; None where it leaves the call to aten."""
+    """The forward problem that dispatch sees; None if it leaves the call to aten."""
     if x.dim() == 3:
         x = x.unsqueeze(0)
     return aten_arguments.problem_of(x, weight, (stride, padding, dilation, groups))
@@ -73,7 +73,7 @@ def refusals(name: str, problem: ConvProblem, direction: Direction) -> set[str]:
 
 
 def bound(dtype: torch.dtype, name: str = "native") -> float:
-    """How far two right answers may lie apart: the sum of what either may be off float64, at any grade."""
+    """How far apart two correct answers may be: the sum of what either may differ from float64, at any grade."""
     if dtype not in DTYPE_NAMES:
         return 0.0 if not dtype.is_complex else 1e-5
     grade = Grade.LOOSE if name not in ("native", "native_channels_last", "native_contiguous") else Grade.DIRECT
@@ -83,7 +83,7 @@ def bound(dtype: torch.dtype, name: str = "native") -> float:
 
 @dataclass
 class Run:
-    """What a call gave: y and the gradients of x, weight and bias (None where there is none)."""
+    """What a call gave: y and the gradients of x, weight and bias (None if there is none)."""
 
     y: torch.Tensor
     grads: tuple[torch.Tensor | None, ...]
@@ -105,7 +105,7 @@ CONSUMERS: dict[str, Consumer] = {
 
 
 def _weighed(y: torch.Tensor) -> torch.Tensor:
-    """A sum with weights that lie in memory as y does, so that the gradient does, too."""
+    """A sum with weights that have y's memory layout, so that the gradient has it, too."""
     ramp = torch.arange(1, y.numel() + 1, device=y.device).remainder(7).sub(2).view(y.shape)
     return (y * torch.empty_like(y).copy_(ramp)).sum()
 
@@ -160,7 +160,7 @@ def assert_same_run(got: Run, want: Run, limit: float, what: str) -> None:
 def run_or_refuse(
     name: str, problem: ConvProblem, direction: Direction, operands: tuple[torch.Tensor | None, ...], *rest, **arguments
 ) -> Run | None:
-    """`run` under a forced algorithm; None where it refuses this direction, in its own words."""
+    """`run` under a forced algorithm; None if it refuses this direction, with its own sentence."""
     try:
         return run(lambda *o, **a: convselect.conv2d(*o, policy=name, **a), operands, *rest, **arguments)
     except convselect.NotApplicable as error:

@@ -16,7 +16,7 @@ _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z
 
 @dataclass(frozen=True)
 class Usage:
-    """Of one compiled kernel: registers per thread, bytes of stack per thread, shared bytes per program."""
+    """One compiled kernel's registers per thread, bytes of stack per thread, shared bytes per program."""
 
     registers: int
     spill_bytes: int
@@ -27,7 +27,7 @@ def usage(compiled: Any) -> Usage:
     """What the driver would reserve. A kernel of ours has no other use for a stack than spilled registers.
 
     Raises:
-        RuntimeError: where the disassembler says something else than expected.
+        RuntimeError: the disassembler prints something else than expected.
     """
     text = _tool(compiled, "cuobjdump", "--dump-resource-usage")
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", text)
@@ -38,7 +38,7 @@ def usage(compiled: Any) -> Usage:
 
 
 def instructions(compiled: Any) -> collections.Counter[str]:
-    """How often each instruction stands in the code, by its full name without predicate and cache hints:
+    """How often each instruction is in the code, by its full name without predicate and cache hints:
     "FFMA", "LDG.E.128", "HMMA.16816.F32"."""
     counts: collections.Counter[str] = collections.Counter()
     for line in _tool(compiled, "nvdisasm", "-c").splitlines():

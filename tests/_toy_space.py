@@ -81,7 +81,7 @@ class Toy:
 
 
 def recorded(problem: ConvProblem, count: int | None = None, seed: int = 0) -> Recorded:
-    """Times of every program, or of so many drawn at random; the defaults come first."""
+    """Times of every program, or of `count` drawn at random; the defaults come first."""
     import random
 
     of = programs(problem)

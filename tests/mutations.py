@@ -4,7 +4,7 @@
 
 A mutant is a copy of the repository with one change: + and - swapped, < and <= swapped, a `not` dropped, an integer
 raised by one, or a `return` that returns None; C is compiled again. The same seed and sources give the same mutants.
-Those that no test notices are equivalent to the original, or show where tests are blind.
+Those that no test notices are equivalent to the original, or show what the tests miss.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where things lie: tests stand in rooms at different depths."""
+"""Paths of the repository: tests are in folders at different depths."""
 
 from pathlib import Path
 

@@ -108,7 +108,7 @@ def operands_of(problem: ConvProblem, x: torch.Tensor, weight: torch.Tensor, gra
 
 
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Relative L2 error; not a number where `got` holds any."""
+    """Relative L2 error; NaN if `got` has any."""
     scale = want.double().norm().item()
     difference = (got.double() - want.double()).norm().item()
     return difference / scale if scale > 0 else difference

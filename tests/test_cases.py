@@ -708,7 +708,7 @@ def test_b69_first_call_of_a_shape_inside_a_cuda_graph(policy):
 
 @pytest.mark.process
 def test_b71_importing_and_building_starts_no_threads_and_a_fork_after_use_works():
-    """Whoever has run OpenMP threads cannot fork, with or without us; so we must not run any unasked."""
+    """A process that has run OpenMP threads cannot fork, with or without us; so we must not run any unasked."""
     code = textwrap.dedent(
         """
         import os, sys, warnings

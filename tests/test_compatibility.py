@@ -376,7 +376,7 @@ def test_eager_quantisation(aware, prepared_first):
 
 @pytest.mark.filterwarnings("ignore")
 def test_what_quantisation_does_to_a_converted_model():
-    """Converted layers keep their float arithmetic where `torch.ao` looks classes up and does not find them."""
+    """Converted layers keep their float arithmetic: `torch.ao` looks their class up and does not find it."""
     ao = _ao()
     stock = Plain(ao).eval()
     mine = copy.deepcopy(stock)

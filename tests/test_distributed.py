@@ -48,7 +48,7 @@ def inputs(i):
 
 
 def ranks(code: str, tmp_path: Path, world: int = 2, **environment: str) -> list[str]:
-    """Run a program on so many ranks; what each of them printed."""
+    """Run a program on `world` ranks; returns what each of them printed."""
     program = tmp_path / "rank.py"
     program.write_text(PREAMBLE + textwrap.dedent(code) + "\ndist.barrier()\ndist.destroy_process_group()\n")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

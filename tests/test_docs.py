@@ -37,7 +37,7 @@ IDS = [page.name for page in PAGES]
 
 
 class Block(NamedTuple):
-    """A fenced block. `not_run` is the reason where the page has one, `line` the first line of its text, from 1."""
+    """A fenced block. `not_run` is the reason if the page has one, `line` the first line of its text, from 1."""
 
     language: str
     text: str
@@ -120,7 +120,7 @@ def test_python_blocks_run(page, sandbox):
 
 
 def commands(block: Block) -> Iterator[list[str]]:
-    """The words of each command, without comments, variables set for it and what stands around it."""
+    """The words of each command, without comments, variables set for it and the text around it."""
     for line in block.text.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
         while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
@@ -306,6 +306,6 @@ def test_links_of_the_pages_outside_the_site(name):
 
 
 def test_every_page_is_in_the_navigation():
-    """MkDocs warns of it as well, but only where it is installed."""
+    """MkDocs warns of it as well, but only if it is installed."""
     listed = re.findall(r"([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     assert sorted(listed) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))

@@ -154,7 +154,7 @@ class Passing(BaseTorchFunctionMode):
 
 @pytest.mark.parametrize("over", [(), ("mode",), ("device",), ("mode", "enabled", "device")], ids=str)
 def test_a_settled_call_is_not_chosen_again(over):
-    """A layer that was told to be native is, whatever other modes lie in between; so are the algorithms' own calls."""
+    """A layer with the policy native runs native, whatever other modes are in between; so do algorithms' own calls."""
     modes = {"mode": Passing, "device": lambda: torch.device("cpu"), "enabled": convselect.enabled}
     layer = convselect.SelectedConv2d(4, 6, 3, policy="native")
     with convselect.enabled():

@@ -68,9 +68,9 @@ def made(shape, how, dtype, generator):
     """A standard normal tensor in one of the memory arrangements that callers produce."""
     values = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
     N, C, H, W = shape
-    if how == "channels_last":  # the strides of torch.empty, also where one channel or pixel leaves a choice
+    if how == "channels_last":  # the strides of torch.empty, also if one channel or pixel leaves a choice
         return torch.empty(shape, dtype=dtype, memory_format=torch.channels_last).copy_(values)
-    if how == "as made":  # a no-op where one channel or pixel makes the tensor channels_last already
+    if how == "as made":  # a no-op if one channel or pixel makes the tensor channels_last already
         return values.contiguous(memory_format=torch.channels_last)
     if how == "expanded":
         return values[:1, :1].expand(shape)
@@ -91,8 +91,8 @@ def made(shape, how, dtype, generator):
 
 
 def native_may_crash(p):
-    """Where PyTorch 2.13 itself reads or writes out of bounds: strided 1x1 kernels in channels_last, and strided 16-bit
-    convolutions with an output or a kernel tap that meets nothing but padding, or pixels that no tap meets."""
+    """Whether PyTorch 2.13 itself reads or writes out of bounds: strided 1x1 kernels in channels_last, and strided
+    16-bit convolutions with an output or a kernel tap that meets nothing but padding, or pixels that no tap meets."""
 
     def blind(size, taps, outputs, stride, padding, dilation):
         hits = [[0 <= q * stride - padding + s * dilation < size for s in range(taps)] for q in range(outputs)]
@@ -135,7 +135,7 @@ def test_values_and_strides_of_random_calls(call):
     x, weight, bias = operands
     problem = problem_of(x, weight, **arguments)
     want = run(native, operands, (True, True, bias is not None), consumer, **arguments)
-    # Where nearly everything cancels, relative errors mean nothing.
+    # If nearly everything cancels, relative errors mean nothing.
     assume(all(t is None or t.double().norm() > 0.05 * t.numel() ** 0.5 for t in (want.y, *want.grads)))
     for name in NAMES:
         limit = 2 * bound(x.dtype, name)
@@ -167,7 +167,7 @@ def test_strides_of_many_random_calls():
         G, N = rng.choice([1, 1, 2, 3, 4]), rng.randint(1, 3)
         C, K = G * rng.randint(1, 3), G * rng.randint(1, 3)
         H, W = rng.choice([1, 1, 2, 3, 5, 8]), rng.choice([1, 1, 2, 3, 5, 8])
-        if rng.random() < 0.05:  # where oneDNN takes a single image as well
+        if rng.random() < 0.05:  # for which oneDNN takes a single image as well
             N, C, K, H, W = 1, 16 * G, 8 * G, 24, 24
         R, S = rng.choice([(3, 3), (1, 1), (2, 3), (1, 3), (5, 5), (3, 1)])
         padding, dilation = rng.choice([0, 1, 2, "same"]), rng.choice([1, 1, 2])

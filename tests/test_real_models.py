@@ -87,7 +87,7 @@ class _StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 @pytest.fixture(scope="module")
 def timm():
-    """timm wants torchvision for image transforms only; where that is missing, a stub stands in during the import."""
+    """timm wants torchvision for image transforms only; if that is missing, a stub replaces it during the import."""
     if importlib.util.find_spec("timm") is None:
         pytest.skip("timm is not installed: pip install 'convselect[models]'")
     missing = importlib.util.find_spec("torchvision") is None

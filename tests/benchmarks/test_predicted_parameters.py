@@ -157,7 +157,7 @@ def test_numpy_says_what_torch_says(network):
 
 
 def log_probabilities(network, problem):
-    """Of every combination of values, valid or not."""
+    """Log-probabilities of every combination of values, valid or not."""
     grid = torch.cartesian_prod(*(torch.arange(size) for size in network.sizes))
     ids, numbers = tokens(problem, 0)
     with torch.no_grad():
@@ -202,7 +202,7 @@ def test_what_is_decoded_is_valid_and_without_constraints_often_not(network, k):
 def test_the_space_is_asked_little_and_once(network):
     asked: list[tuple[int, ...]] = []
     beam_search(decoder(network), network.sizes, 4, lambda s: asked.append(s) or True)
-    assert len(asked) == len(set(asked)) == 2 + 4 * 4  # as many as are kept, where all are allowed
+    assert len(asked) == len(set(asked)) == 2 + 4 * 4  # as many as are kept, if all are allowed
 
 
 def test_where_nothing_is_valid_nothing_is_found(network):
@@ -368,7 +368,7 @@ def test_what_a_file_does_not_speak_for(file, trained, examples, tmp_path):
         assert predictor.params_for(problem, algorithm) is None
     assert predictor.params_for(problem._replace(N=64), Algorithm()) is None
     assert predictor.params_for(problem._replace(dtype="bfloat16"), Algorithm()) is None
-    # Where the default is as good, or a gain not certain, it stays.
+    # If the default is as good, or a gain not certain, it stays.
     for gain, low in ((1.005, 1.001), (1.05, 0.99)):
         path = tmp_path / "other.npz"
         save(path, card_of(examples, figures={"made_up": {"gain": gain, "gain_low": low}}), [export(trained)])
@@ -442,7 +442,7 @@ def test_committed_files_hold_for_algorithms_as_they_are(path):
 
 @pytest.fixture(scope="module")
 def direct_examples():
-    """Of the C kernel `direct`, with made-up times: large groups are slow."""
+    """Examples for the C kernel `direct`, with made-up times: large groups are slow."""
     direct, found = BY_NAME["direct"], []
     for c, k, side in ((16, 32, 14), (32, 64, 28), (64, 64, 14), (64, 128, 28), (128, 128, 14), (96, 64, 20)):
         for kernel in (1, 3):

@@ -1,4 +1,4 @@
-"""What a choice may use: workspace, disabled algorithms, precision, determinism; and what happens where it fails."""
+"""What a choice may use: workspace, disabled algorithms, precision, determinism; and what happens if it fails."""
 
 from __future__ import annotations
 
@@ -346,7 +346,7 @@ def test_the_environment_variable():
 
 # ---- precision ------------------------------------------------------------------------------------------------------
 
-# What `use` promises in float32: relative L2 error, and so many times native's, or 1e-6 where that is more.
+# What `use` promises in float32: relative L2 error, and a multiple of native's, or 1e-6 if that is more.
 PROMISED = {"exact": (2.5e-6, 8), "native": (1e-5, 100), "fast": (2e-5, 100)}
 REAL = (
     conv_problem(1, 64, 28, 28, 64, 3, 3, padding=1), conv_problem(2, 128, 14, 14, 128, 3, 3, padding=1),

@@ -1,4 +1,4 @@
-"""Trials on real calls: results stay right, the faster algorithm wins, nothing is timed where it must not be."""
+"""Trials on real calls: results stay right, the faster algorithm wins, nothing is timed that must not be."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def on_trial() -> list[LiveTrial]:
 
 def test_the_quick_one_wins_and_every_result_is_right(race):
     weight, bias = torch.randn(4, 4, 3, 3), torch.randn(4)
-    # Where the bias is added in a pass of its own, as during a trial, the last bit may differ.
+    # If the bias is added in a separate pass, as during a trial, the last bit may differ.
     expected = F.conv2d(X, weight, bias, padding=1), F.conv2d(X, weight, padding=1) + bias[:, None, None]
     with torch.no_grad():
         for _ in range(60):
@@ -176,7 +176,7 @@ def test_the_excess_of_a_lying_model_is_bounded(race, slowdown):
     assert (clock.ns - start) / 1e3 <= (100 + 8 + slowdown) * NATIVE_US
 
 
-# ---- where nothing may be timed -------------------------------------------------------------------------------------
+# ---- when nothing may be timed --------------------------------------------------------------------------------------
 
 
 def untouched() -> None:
@@ -436,7 +436,7 @@ def test_neighbours_on_the_machine_do_not_count(race, monkeypatch):
             trial.run(run, torch.device("cpu"))
         assert trial.choice is not None
         assert trial.choice.algorithm == "quick"
-    # A machine that always stands still has to be taken as it is.
+    # A machine on which every call is interrupted has to be taken as it is.
     monkeypatch.setattr(live_trial, "_thread_ns", Clock())
     trial = LiveTrial(conv_problem(1, 1, 1, 1, 1, 1, 1, threads=2), Choice("quick", "model"), ["slow"])
     for _ in range(600):

@@ -1,4 +1,4 @@
-"""The log: lines that name what was chosen and how to do it again, where and when somebody listens."""
+"""The log: lines that name what was chosen and how to reproduce it, only if logging is enabled."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """PyTorch's own samples for conv2d, run on ours: values within rounding, dtypes, strides and errors to the letter.
 
-They are imported where they are needed: that takes seconds, and most runs of the tests leave these out."""
+They are imported inside the tests that need them: that takes seconds, and most runs leave these tests out."""
 
 from __future__ import annotations
 

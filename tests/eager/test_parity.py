@@ -40,7 +40,7 @@ SECOND_ORDER = ("groups", "stride, dilation", "same, even", "depthwise", "1x1")
 
 
 def derivative_operands(name, key):
-    """Float64 operands for one case, laid out so that the algorithm applies; None where it does not apply at all."""
+    """Float64 operands for one case, laid out so that the algorithm applies; None if it does not apply at all."""
     x_shape, weight_shape, arguments = DERIVATIVES[key]
     torch.manual_seed(2)
     # Standard normals of this size keep the Jacobians of order one.

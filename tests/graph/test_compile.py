@@ -40,7 +40,7 @@ def _fresh():
     torch._dynamo.reset()
     convselect.clear()
     with warnings.catch_warnings():
-        # Where autograd.Function or a lowering is deprecated inside torch itself, that is torch's affair.
+        # Deprecations of autograd.Function or of a lowering inside torch itself are not this package's.
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         warnings.filterwarnings("ignore", category=FutureWarning)
         yield
@@ -304,7 +304,7 @@ def shallow(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_networks_equal_eager(name, dynamic):
-    """Forward and a training step, one full graph by aot_eager; the automatic choice is "direct" where that applies."""
+    """Forward and a training step, one full graph by aot_eager; the automatic choice is "direct" if that applies."""
     stock, x = network(name)
     if dynamic:
         stock = shallow(stock)  # symbolic sizes take minutes in deep ones

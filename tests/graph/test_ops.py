@@ -128,7 +128,7 @@ P3 = conv_problem(1, 4, 8, 8, 4, 3, 3, padding=1)
 
 
 def ran(monkeypatch) -> list[tuple[str, Direction]]:
-    """What algorithms run from now on, native's own excepted where aten runs it."""
+    """What algorithms run from now on, except native if aten runs it."""
     found: list[tuple[str, Direction]] = []
     for algorithm in BY_NAME.values():
 

@@ -102,7 +102,7 @@ def test_many_parts(layout, monkeypatch):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("direction", Direction)
 def test_an_infinity_stays_within_its_window(direction, layout):
-    """Tiles reach over the edge of the outputs, where a zero gradient must not meet an infinity."""
+    """Tiles reach over the edge of the outputs; a zero gradient there must not meet an infinity."""
     problem = depthwise(1, 2, 6, 5, 3, 3, direction=direction, layout=layout)
     x, weight, grad_y = (t.contiguous(memory_format=getattr(torch, f"{layout}_format", torch.channels_last))
                          for t in random_operands(problem))  # fmt: skip

@@ -196,7 +196,7 @@ def test_the_guards_notice(bug, tmp_path):
 
 
 def test_no_kernel_declines_what_its_algorithm_asks_for_and_each_is_asked(monkeypatch):
-    """Where an algorithm applies it computes, with a kernel or without: a kernel that declines there is an error."""
+    """An algorithm that applies also computes, with a kernel or without: a kernel that declines then is an error."""
     if not _library.available():
         pytest.skip("the library is not installed")
     asked: set[str] = set()

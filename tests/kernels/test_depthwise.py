@@ -88,8 +88,9 @@ def test_bands_are_met():
         assert check(problem, algorithm=BY_NATIVE)
 
 
-# Where the C kernels take another path: full and partial blocks of channels for every vector width, runs of 7 outputs
-# and less, phases without taps or without outputs, bands of rows, strides and dilations that share a factor.
+# Problems for which the C kernels take another path: full and partial blocks of channels for every vector width,
+# runs of 7 outputs and less, phases without taps or without outputs, bands of rows, strides and dilations that share a
+# factor.
 BRANCHES = {
     "40 channels, 7x7 image": conv_problem(2, 40, 7, 7, 40, 3, 3, padding=1, groups=40),
     "33 channels, 7x7 kernel": conv_problem(1, 33, 14, 15, 33, 7, 7, padding=3, groups=33),

@@ -158,7 +158,7 @@ def test_workspace_bound(algorithm, dtype, direction):
 @DIRECTIONS
 @pytest.mark.parametrize("algorithm", [WHOLE, TILED], ids=lambda a: a.name)
 def test_workspace_stays_bounded(algorithm, direction):
-    """Where spectra of everything at once would take gigabytes."""
+    """On problems whose spectra would take gigabytes all at once."""
     for problem in (
         conv_problem(64, 128, 56, 56, 256, 7, 7, padding=3),
         conv_problem(1, 64, 1, 128, 64, 7, 7, padding=3),

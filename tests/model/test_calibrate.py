@@ -164,8 +164,8 @@ def test_a_damaged_calibration_is_one_warning_and_native(monkeypatch, text):
 
 
 def test_a_foreign_model_is_better_with_a_few_problems_of_here():
-    """On a synthetic machine where one algorithm is 1.8 times slower than the model learned, 20 problems win most of it
-    back."""
+    """On a synthetic machine on which one algorithm is 1.8 times slower than the model learned, 20 problems regain most
+    of the loss."""
     rng = np.random.default_rng(0)
     problems = []
     for _ in range(300):

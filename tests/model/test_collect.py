@@ -316,7 +316,7 @@ def test_the_commands_own_workers_keep_malloc_as_it_is(tmp_path):
     (tmp_path / "layers.csv").write_text(LAYERS)
     out = tmp_path / "s.sqlite"
     arguments = ["layers.csv", "--count", 4, "--random", 0, "--dtype", "float32", "--repeat", 0, "--workers", 2]
-    # Dask leaves its settings behind in the environment of whoever starts workers, this process included.
+    # Dask leaves its settings behind in the environment of every process that starts workers, this one included.
     plain = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     done = command("collect", *arguments, "--no-malloc-tuning", "--out", out, cwd=tmp_path, env=plain)
     assert done.returncode == 0, done.stderr

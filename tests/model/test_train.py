@@ -252,7 +252,7 @@ def test_the_margin_stops_harm_that_buys_nothing():
     margin = evaluate.best_margin(gains, times)
     assert margin == 0.25
     assert evaluate.judge(evaluate.chosen(gains, times, margin), times)["slower_than_native_share"] == 0
-    # Where all predictions hold, the smallest margin will do.
+    # If all predictions hold, the smallest margin suffices.
     times[n // 2 :, 1] = 0.96
     assert evaluate.best_margin(gains, times) == evaluate.MARGINS[0]
 

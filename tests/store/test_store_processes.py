@@ -221,7 +221,7 @@ def test_eight_threads_read_and_write(tmp_path):
 
 
 def test_threads_make_one_new_store_together(tmp_path):
-    """Whoever finds the tables that another made a moment ago also finds their version."""
+    """A process that finds the tables that another made a moment ago also finds their version."""
     errors = []
 
     def make(path, together):

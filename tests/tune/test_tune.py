@@ -73,7 +73,7 @@ def test_what_is_wrong_is_never_the_best_nor_measured_again():
     assert search.wrong == [(P, best, "wrong")]
     assert best not in search.tasks[0].search.times_us
     assert [program for _, program in toy.ran].count(best) == 1
-    assert search.tasks[0].default_us == time_us(P, Program(NATIVE))  # what runs where the default fails
+    assert search.tasks[0].default_us == time_us(P, Program(NATIVE))  # what runs if the default fails
 
 
 # ---- files ------------------------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ def test_a_search_goes_on_where_an_earlier_one_was_killed(tmp_path):
 
 
 class Laps(Algorithm):
-    """Does native's work so many times; with `off`, its result is wrong by that many thousandths."""
+    """Does native's work `laps` times; with `off`, its result is wrong by that many thousandths."""
 
     name = "laps"
     calls = 0
