@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import os
 import subprocess
 import sys
@@ -134,6 +135,10 @@ def test_random_problems(algorithm, problem, groups, multiplier, depthwise, dire
         p = p._replace(C=p.C * groups, K=p.K * groups, groups=groups)
     p = p._replace(direction=direction, dtype="bfloat16" if algorithm.name == "upcast" else "float32")
     if p.P > 0 and p.Q > 0:
+        if p.dtype == "bfloat16" and math.prod(p.result_shape) < 64:
+            # The tolerance is for the root mean square; a few results may all be rounded by nearly half an ulp, 2**-8,
+            # and which depends on the random numbers, which differ between instruction sets.
+            p = p._replace(N=64)
         check(algorithm, p, layout, weight_layout)
 
 
