@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import convselect
-from convselect.base import lru, timing
+from convselect.base import lru, settings, timing
 from convselect.base.problem import ConvProblem, conv_problem
-from convselect.eager import dispatch
+from convselect.eager.plan import make_plan
 from convselect.machine.environment import run_environment
 from convselect.model import loaded
 from convselect.model.features import features
@@ -82,7 +82,7 @@ def choices() -> dict[str, timing.Timing]:
 
     def first_call() -> None:
         lru.clear()
-        dispatch.make_plan(x, weight, layer.bias, (1, 1), (1, 1), (1, 1), 1, convselect.base.settings.current())
+        make_plan(x, weight, layer.bias, ((1, 1), (1, 1), (1, 1), 1), settings.current())
 
     with torch.no_grad():
         return timing.interleaved(

@@ -12,7 +12,7 @@ import convselect
 from convselect.base import lru
 from convselect.base.problem import ConvProblem, Direction, conv_problem
 from convselect.doctor import doctor
-from convselect.eager import dispatch
+from convselect.eager.plan import make_plan
 from convselect.model import loaded
 from convselect.model.features import features
 from convselect.store import process
@@ -81,6 +81,6 @@ def test_first_call_of_a_new_problem(benchmark):
 
     def plan():
         lru.clear()
-        return dispatch.make_plan(x, layer.weight, layer.bias, (1, 1), (1, 1), (1, 1), 1, settings)
+        return make_plan(x, layer.weight, layer.bias, ((1, 1), (1, 1), (1, 1), 1), settings)
 
     assert benchmark(plan) is not None

@@ -91,7 +91,7 @@ def test_probability_is_shared_by_what_applies(monkeypatch):
 def test_forced_and_refused():
     (row,) = convselect.explain_problem(CONV3, policy="im2col_gemm")
     assert (row.algorithm, row.source, row.probability) == ("im2col_gemm", "forced", None)
-    assert row.why_not["native"] == "im2col_gemm was asked for"
+    assert row.why_not["native"] == "im2col_gemm was asked for by name."
     with pytest.raises(convselect.NotApplicable):
         convselect.explain_problem(CONV3, policy="upcast")
 
@@ -131,7 +131,7 @@ def test_other_sources_appear_as_they_are(monkeypatch, source):
     (row,) = convselect.explain_problem(CONV3)
     assert (row.algorithm, row.source, row.gain) == ("winograd4", source, 1.5)
     expected = {"trial": "are being timed", "memory": "was chosen before"}.get(
-        source, "timing has settled on winograd4"
+        source, "Timing has settled on winograd4"
     )
     assert expected in row.why_not["im2col_gemm"]
     assert expected in row.why_not["native"]

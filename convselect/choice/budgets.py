@@ -26,7 +26,7 @@ def refusal(algorithm: Algorithm, problem: ConvProblem, settings: Settings) -> s
     """Why this algorithm may not be chosen automatically here: not applicable, disabled, not deterministic, too
     imprecise, too much memory. A `Shortage` if only the memory that is free just now is too little."""
     if not algorithm.automatic:
-        return "it runs only when asked for by name"
+        return f"{algorithm.name} runs only when asked for by name."
     reason = algorithm.why_not(problem) or algorithm.same_as_native(problem)
     return over_budget(algorithm, problem, settings) if reason is None else reason
 
@@ -34,36 +34,38 @@ def refusal(algorithm: Algorithm, problem: ConvProblem, settings: Settings) -> s
 def over_budget(algorithm: Algorithm, problem: ConvProblem, settings: Settings) -> str | None:
     """One sentence about the budget that does not admit an applicable algorithm; None if all admit it. Native is always
     admitted."""
-    if algorithm.name == NATIVE:
+    name = algorithm.name
+    if name == NATIVE:
         return None
-    if is_disabled(algorithm.name, settings.disabled):
-        return "it is disabled (CONVSELECT_DISABLE or use(disable=...))"
+    if is_disabled(name, settings.disabled):
+        return f"{name} is disabled (CONVSELECT_DISABLE or use(disable=...))."
     if problem.deterministic and not algorithm.deterministic(problem):
-        return "its results may differ from run to run, and deterministic ones are asked for"
+        return f"{name} may give other bits in every run; deterministic results are asked for."
     if settings.batch_invariant and problem.device != "cpu" and algorithm.may_be_unready:
-        return "native runs until it is ready, so results would not be those of an image alone"
+        return f"{name} may not be ready at once, so that native would run at first; batch invariance rules that out."
     grade = algorithm.error_grade(problem)
     if grade > GRADE_OF_PRECISION[settings.precision]:
-        return f"its error grade {grade.name} is over the precision budget {settings.precision!r}"
+        most = GRADE_OF_PRECISION[settings.precision].name
+        return f"{name} has error grade {grade.name}; precision {settings.precision!r} admits at most {most}."
     needed = algorithm.workspace_bytes(problem)
     if needed > settings.workspace_bytes:
-        return f"it needs {_mib(needed)} of workspace and {_mib(settings.workspace_bytes)} are allowed"
-    return _shortage(needed, problem.device, settings) if needed > ASKED_FROM_BYTES else None
+        return f"{name} needs {_mib(needed)} of workspace; {_mib(settings.workspace_bytes)} are allowed."
+    return _shortage(name, needed, problem.device, settings) if needed > ASKED_FROM_BYTES else None
 
 
-def _shortage(needed: int, device: str, settings: Settings) -> str | None:
+def _shortage(name: str, needed: int, device: str, settings: Settings) -> str | None:
     share = settings.workspace_share
     if settings.batch_invariant:
         # What is free differs from call to call: choices would, too. What there is does not.
         total = memory.total_bytes(device)
         if total is None or needed <= share * total:
             return None
-        return f"it needs {_mib(needed)} of workspace and {share:.0%} of all {_mib(total)} are allowed"
+        return f"{name} needs {_mib(needed)} of workspace; {share:.0%} of all {_mib(total)} are allowed."
     free = memory.free_bytes(device)
     if free is None or needed <= share * free:
         return None
     return Shortage(
-        f"it needs {_mib(needed)} of workspace and {share:.0%} of the {_mib(free)} that are free are allowed"
+        f"{name} needs {_mib(needed)} of workspace; {share:.0%} of the {_mib(free)} that are free are allowed."
     )
 
 

@@ -23,7 +23,7 @@ def reasons(problem: ConvProblem, choice: Choice, used: Settings, prediction: Pr
             continue
         reason = refusal(algorithm, problem, used)
         if reason is None and choice.source == "forced":
-            reason = f"{choice.algorithm} was asked for"
+            reason = f"{choice.algorithm} was asked for by name."
         if reason is None:
             reason = _by_source(name, choice, prediction)
         found[name] = reason
@@ -32,21 +32,21 @@ def reasons(problem: ConvProblem, choice: Choice, used: Settings, prediction: Pr
 
 def _by_source(name: str, choice: Choice, prediction: Prediction | None) -> str:
     if choice.source in SHOWN:
-        return f"timing has settled on {choice.algorithm}" + _predicted(name, prediction)
+        return f"Timing has settled on {choice.algorithm}{_predicted(name, prediction)}."
     if choice.source == "trial":
-        return "the first calls are being timed" + _predicted(name, prediction)
+        return f"The first calls are being timed{_predicted(name, prediction)}."
     if choice.source == "memory":
-        return f"{choice.algorithm} was chosen before" + _predicted(name, prediction)
+        return f"{choice.algorithm} was chosen before{_predicted(name, prediction)}."
     if prediction is None:
-        return "no model speaks for this problem, so native runs"
+        return "There is no model for this problem, so native runs."
     if name not in prediction.ranked:
-        return "the model was trained before this algorithm existed"
+        return "The model was trained before this algorithm existed."
     if name == NATIVE:
-        return f"{choice.algorithm} is predicted to be {times(choice.predicted_gain)} as fast"
+        return f"{choice.algorithm} is predicted to be {times(choice.predicted_gain)} as fast."
     gain = math.exp(prediction.log_gain(name))
     if choice.algorithm == NATIVE and gain > 1:
-        return f"predicted {times(gain)} native's speed, under the margin for leaving native"
-    return f"predicted {times(gain)} native's speed, {choice.algorithm} {times(choice.predicted_gain or 1.0)}"
+        return f"Predicted {times(gain)} native's speed, under the margin for leaving native."
+    return f"Predicted {times(gain)} native's speed; {choice.algorithm} {times(choice.predicted_gain or 1.0)}."
 
 
 def _predicted(name: str, prediction: Prediction | None) -> str:

@@ -151,10 +151,10 @@ def _choice(problem: ConvProblem, algorithm: str, settings: Settings) -> Choice:
     if settings.policy == algorithm:
         return forced(problem, algorithm, BY_NAME)
     known = BY_NAME.get(algorithm)
-    reason = "there is no such algorithm here" if known is None else known.why_not(problem)
+    reason = "There is no such algorithm here." if known is None else known.why_not(problem)
     if reason is None:
         return Choice(algorithm, "memory", params_of(algorithm, problem, settings))
-    warn_once(f"graph:{algorithm}", f"convselect: a graph asks for {algorithm}, but {reason}; native runs instead.")
+    warn_once(f"graph:{algorithm}", f"convselect: a graph asks for {algorithm}; native runs instead. {reason}")
     return Choice(NATIVE, "fallback")
 
 

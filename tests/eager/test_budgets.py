@@ -84,7 +84,7 @@ def test_both_bounds_hold(memory, monkeypatch):
         assert reason is None or isinstance(reason, Shortage) == (size >= 100 * MIB)
     memory.free = 50 * MIB
     assert refusal(BY_NAME["winograd4"], LARGE, settings.Settings()) == (
-        "it needs 100 MiB of workspace and 100% of the 50 MiB that are free are allowed"
+        "winograd4 needs 100 MiB of workspace; 100% of the 50 MiB that are free are allowed."
     )
     memory.free = None  # not known
     assert refusal(BY_NAME["winograd4"], LARGE, settings.Settings()) is None
@@ -134,7 +134,7 @@ def test_batch_invariant_choices_do_not_depend_on_what_is_free(memory, monkeypat
         assert refusal(BY_NAME["winograd4"], LARGE, used) is None
         memory.total = 999 * MIB
         reason = refusal(BY_NAME["winograd4"], LARGE, used)
-    assert reason == "it needs 100 MiB of workspace and 10% of all 999 MiB are allowed"
+    assert reason == "winograd4 needs 100 MiB of workspace; 10% of all 999 MiB are allowed."
     assert not isinstance(reason, Shortage)
     assert memory.asked == 0
 
@@ -252,8 +252,8 @@ def test_a_disabled_algorithm_is_refused_with_a_sentence_and_runs_when_forced(mo
     with use(disable="winograd"):
         (row,) = explain_problem(CONV3)
         assert row.algorithm == "im2col_gemm"
-        assert row.why_not["winograd4"] == "it is disabled (CONVSELECT_DISABLE or use(disable=...))"
-        assert "it is disabled" in explain_problem(CONV3).details()
+        assert row.why_not["winograd4"] == "winograd4 is disabled (CONVSELECT_DISABLE or use(disable=...))."
+        assert "winograd4 is disabled" in explain_problem(CONV3).details()
         with use("winograd4") as named:  # an explicit policy wins
             assert choose(CONV3, BY_NAME, named) == Choice("winograd4", "forced")
         with use(disable="native,im2col_gemm,winograd") as all_of_it, pytest.warns(convselect.ConvselectWarning):
@@ -336,7 +336,7 @@ def test_the_environment_variable():
         "import torch, convselect; from convselect.explain import explain_problem; "
         "from convselect.base.problem import conv_problem; "
         "(row,) = explain_problem(conv_problem(2, 8, 12, 12, 8, 3, 3, padding=1)); "
-        "print(sorted(n for n, why in row.why_not.items() if why.startswith('it is disabled')))"
+        "print(sorted(n for n, why in row.why_not.items() if ' is disabled (' in why))"
     )
     env = {**os.environ, "CONVSELECT_DISABLE": "fft, winograd4,grouped"}
     out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
@@ -402,7 +402,7 @@ def test_precision_is_applied_after_ranking_and_explained(monkeypatch):
             (row,) = explain_problem(CONV3)
         assert row.algorithm == taken
         if precision == "exact":
-            assert row.why_not["winograd4"] == "its error grade CLOSE is over the precision budget 'exact'"
+            assert row.why_not["winograd4"].endswith("error grade CLOSE; precision 'exact' admits at most DIRECT.")
 
 
 # ---- determinism ----------------------------------------------------------------------------------------------------
@@ -470,7 +470,7 @@ def test_what_is_not_deterministic_is_refused_where_that_is_asked_for(monkeypatc
         (row,) = explain_problem(CONV3._replace(deterministic=True))
     finally:
         torch.use_deterministic_algorithms(False)
-    assert row.why_not["winograd4"] == "its results may differ from run to run, and deterministic ones are asked for"
+    assert row.why_not["winograd4"].endswith("may give other bits in every run; deterministic results are asked for.")
     layer(x)
     assert seen[-1] == "winograd4"
 

@@ -593,7 +593,7 @@ def test_explain_shows_trials_and_what_came_of_them(race):
         row = convselect.explain(layer, X).rows[0]
     assert (row.algorithm, row.source) == ("quick", "verify")
     assert row.gain == pytest.approx(1000 / 325, rel=1e-6)
-    assert row.why_not[NATIVE] == "timing has settled on quick"
+    assert row.why_not[NATIVE] == "Timing has settled on quick."
 
 
 def test_per_layer_per_context_per_environment(race):

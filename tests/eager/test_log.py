@@ -101,7 +101,7 @@ def test_the_variable_installs_one_handler(tmp_path):
     assert run(CHOOSE).stderr == ""
     (told,) = run(CHOOSE, CONVSELECT_LOG="info").stderr.splitlines()  # three calls, one choice
     assert line.match(told)
-    assert "  not reference: it runs only when asked for by name" in run(CHOOSE, CONVSELECT_LOG="debug").stderr
+    assert "  not reference: reference runs only when asked for by name." in run(CHOOSE, CONVSELECT_LOG="debug").stderr
     path = tmp_path / "run.log"
     assert run(CHOOSE, CONVSELECT_LOG=str(path)).stderr == ""
     run(CHOOSE, CONVSELECT_LOG=str(path))
