@@ -101,7 +101,7 @@ def _problems(device: Device) -> Iterator[ConvProblem]:
 
 
 def plan(pool: Sequence[TritonAlgorithm], device: Device) -> list[Check]:
-    """What to check, problem by problem, so that a cut leaves whole kinds checked."""
+    """The checks, problem by problem, so that if time runs out complete problems have been checked."""
     used: Counter[tuple[str, str, str, str]] = Counter()
     offers: dict[tuple[str, str, str, str], Check] = {}
     checks = []

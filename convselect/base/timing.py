@@ -230,7 +230,7 @@ def assert_timer_sane(clock: Clock = SYSTEM_CLOCK) -> None:
         once, twice = (t.on_thread_clock if thread else t for t in (timings["once"], timings["twice"]))
         if once.min_us <= 0:
             raise AssertionError(f"{name} found no time to pass while work was done")
-        # Other processes disturb the minimum least; the true ratio is 2, and 1 would mean a clock that measures nothing.
+        # Other processes disturb the minimum least; the true ratio is 2, and 1 would mean that it measures nothing.
         if not 1.3 < twice.min_us / once.min_us < 3:
             raise AssertionError(f"{name}: twice the work took {twice.min_us / once.min_us:.2f} times as long, not 2")
 
