@@ -43,7 +43,7 @@ def _in_worker() -> None:
 def _compile(launch: Launch, arch: int) -> str | None:
     try:
         launcher.compiled(launch, arch)
-    except Exception as error:  # whatever the compiler finds
+    except Exception as error:  # any error of the compiler
         return f"{type(error).__name__}: {error}"
     return None
 

@@ -113,7 +113,7 @@ def _check(
         if got.shape != want.shape or got.dtype != problem.torch_dtype:
             return "wrong"
         error = relative_error(got, want)
-    except Exception as raised:  # whatever it is: the others are still to be measured
+    except Exception as raised:  # of any kind: the others are still to be measured
         print(f"{algorithm.name} failed on {problem}: {type(raised).__name__}: {raised}"[:400])
         device.assert_alive()
         return "failed"

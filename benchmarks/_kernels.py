@@ -59,7 +59,7 @@ def checked(
     """An algorithm's result, and what is wrong with it compared with the float64 result `want`; None if nothing is."""
     try:
         got = algorithm.run(a, b, problem)
-    except Exception as error:  # whatever it is: the other algorithms are still to be measured
+    except Exception as error:  # of any kind: the other algorithms are still to be measured
         return None, f"{type(error).__name__}: {error}"
     if got.shape != want.shape or got.dtype != problem.torch_dtype:
         return got, f"a result of {got.dtype} {tuple(got.shape)}"

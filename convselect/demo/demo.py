@@ -1,6 +1,6 @@
 """The demonstration: what is chosen for real networks, how far from float64 the results are, and how long it takes.
 
-The baseline is an unconverted copy of the model with its plain `nn.Conv2d` layers, not a converted one told to run
+The baseline is an unconverted copy of the model with its plain `nn.Conv2d` layers, not a converted one that runs
 natively: that would charge the baseline for convselect's own bookkeeping. Results are compared with the same model in
 float64 before anything is timed. All numbers are printed, including slow-downs.
 """

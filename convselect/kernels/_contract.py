@@ -25,7 +25,7 @@ class Grade(enum.IntEnum):
     gradient, which is a sum over the batch and all pixels, may have twice the error.
     """
 
-    DIRECT = 0  # a direct sum in whatever order, or as good as one: at most 2.5e-6
+    DIRECT = 0  # a direct sum in any order, or an algorithm that rounds as little: at most 2.5e-6
     CLOSE = 1  # at most 1e-5
     LOOSE = 2  # at most 2e-5
 

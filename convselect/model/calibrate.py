@@ -50,7 +50,7 @@ class Report:
         problems: number of problems timed.
         bias: algorithm -> correction of its predicted ln(t_native / t); without algorithms for which no time counted.
         times: algorithm -> number of problems that counted for its correction.
-        path: where the correction was written; None if it was not.
+        path: the file with the correction; None if it was not written.
     """
 
     artifact: str

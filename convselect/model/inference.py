@@ -24,7 +24,7 @@ from convselect.base.problem import ConvProblem
 from convselect.machine.host import SIXTEEN_BIT_FLAGS
 from convselect.model import _archive
 from convselect.model._archive import Array
-from convselect.model._archive import ArtifactError as ArtifactError  # where others look for it
+from convselect.model._archive import ArtifactError as ArtifactError  # other files import it from here
 from convselect.model.features import FEATURE_NAMES, FEATURES_VERSION, features
 
 FORMAT_VERSION = 1

@@ -45,7 +45,7 @@ NOISE = 1.05
 """Times whose ratio is smaller than this count as equal."""
 
 MEASURED, STORED, PREDICTED = "measured", "stored", "predicted"
-"""Where a time or gain comes from: timed for this report, an earlier measurement, or the model."""
+"""Sources of a time or gain: timed for this report, an earlier measurement, or the model."""
 
 
 @dataclass(frozen=True)

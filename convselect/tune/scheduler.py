@@ -163,7 +163,7 @@ class Scheduler(EqualSplit):
             return fresh[0] if fresh else None
         gains = {i: self.gain(i) for i in open_}
         if self.objective.kind == "target" and max(gains.values()) <= 0:
-            return None  # every network is where it should be
+            return None  # every network has reached its target
         if self._source.random() < self._epsilon:
             return self._source.choice(open_)
         return max(gains, key=gains.__getitem__)
