@@ -6,7 +6,7 @@ written by
 
     python -m benchmarks._classes
 
-and stays as it is, so that figures of different days are of the same problems; `--layers` of `benchmarks.run` reads
+and is not changed, so that figures of different days are for the same problems; `--layers` of `benchmarks.run` reads
 another list. Each layer is listed at batch 1 and 8, if one native call takes at most about 0.5 s.
 """
 
@@ -37,7 +37,7 @@ class KernelClass(NamedTuple):
     Attributes:
         holds: whether a problem is of this kind, by its geometry.
         targets: direction -> intended geometric mean of nn.Conv2d's time over ours; without directions that have none.
-        flops_cap: bound on a problem's operations: what native does in about 0.5 s on one thread at its slowest.
+        flops_cap: bound on a problem's operations: as many as native does in about 0.5 s on one thread at its slowest.
         dtypes: element types; empty: that of the command line.
     """
 
@@ -107,7 +107,7 @@ CLASSES = (
 )  # fmt: skip
 BY_NAME = {kernel_class.name: kernel_class for kernel_class in CLASSES}
 
-# (C, image side, kernel side, groups): what RepLKNet and SLaK made usual, and restoration networks of 9x9 and up.
+# (C, image side, kernel side, groups): layers like those of RepLKNet and SLaK, and of restoration networks from 9x9 on.
 LARGE = (
     (96, 56, 11, 96), (64, 56, 13, 64), (192, 28, 13, 192), (384, 14, 13, 384), (64, 56, 21, 64), (64, 56, 31, 64),
     (64, 28, 31, 64), (192, 28, 31, 192), (384, 14, 27, 384),
@@ -121,7 +121,7 @@ def spread(problems: Iterable[ConvProblem], count: int) -> list[ConvProblem]:
     there are no more; the middle one for a count of 1.
 
     Raises:
-        ValueError: for fewer than one.
+        ValueError: if `count` is less than one.
     """
     if count < 1:
         raise ValueError(f"count must be at least 1, not {count}")
@@ -134,7 +134,7 @@ def spread(problems: Iterable[ConvProblem], count: int) -> list[ConvProblem]:
 
 
 def read_problems(path: str | Path = PROBLEMS) -> list[ConvProblem]:
-    """The forward problems of a CSV file of layers, as `convselect.model.sampling.read_layers` has it."""
+    """The forward problems of a CSV file of layers, in the format of `convselect.model.sampling.read_layers`."""
     return [problem for _, problem in read_layers(path)]
 
 

@@ -25,7 +25,7 @@ def on_device(
 
     Args:
         functions: each is called with the number of the call, from 0 up over all rounds, so that it can use other
-            operands than the last time and find them in no cache.
+            operands each time, which are in no cache.
         calls: calls of each function per sample, in a row; default 1.
         host_us_per_call: while calls are queued, the accelerator is kept busy for this many microseconds per call.
         seed: random seed of the orders.

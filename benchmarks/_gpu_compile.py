@@ -1,5 +1,5 @@
-"""Compile many launches in parallel, in processes that see no GPU. Results are in Triton's cache on disk, where the
-measuring process finds them."""
+"""Compile many launches in parallel, in processes that see no GPU. The measuring process finds the results in Triton's
+cache on disk."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from convselect.kernels.triton import launch as launcher
 from convselect.kernels.triton.launch import Launch, TritonAlgorithm
 
 ATTEMPTS = 3
-"""Number of process pools to try: a launch on which the compiler crashes ends its pool."""
+"""Number of process pools to try: a launch that crashes the compiler ends its pool."""
 
 
 def algorithms() -> list[TritonAlgorithm]:
@@ -43,7 +43,7 @@ def _in_worker() -> None:
 def _compile(launch: Launch, arch: int) -> str | None:
     try:
         launcher.compiled(launch, arch)
-    except Exception as error:  # whatever the compiler finds
+    except Exception as error:  # any error of the compiler
         return f"{type(error).__name__}: {error}"
     return None
 
@@ -56,7 +56,7 @@ def compile_all(
     workers: int | None = None,
     on_done: Callable[[int], object] | None = None,
 ) -> tuple[set[Launch], dict[Launch, str]]:
-    """(what is compiled, what could not be and why). What the deadline cuts off is in neither."""
+    """(compiled launches, failed launch -> reason). Launches left when the time is up are in neither."""
     left = list(dict.fromkeys(launches))
     done: set[Launch] = set()
     failed: dict[Launch, str] = {}
@@ -81,7 +81,7 @@ def _compile_some(
     failed: dict[Launch, str],
     on_done: Callable[[int], object] | None,
 ) -> bool:
-    """Into `done` and `failed`. Whether a process died, which takes those of all others with it."""
+    """Compile into `done` and `failed`. Returns whether a process died, which ends the work of all others too."""
     pool = concurrent.futures.ProcessPoolExecutor(
         min(workers or len(os.sched_getaffinity(0)), len(todo)),
         mp_context=multiprocessing.get_context("spawn"),
@@ -95,7 +95,7 @@ def _compile_some(
                 reason = future.result()
             except concurrent.futures.BrokenExecutor:
                 crashed = True
-                continue  # what others had finished counts
+                continue  # the results of others that had finished count
             if reason is None:
                 done.add(futures[future])
             else:

@@ -18,7 +18,7 @@ from convselect.machine.environment import run_environment
 from convselect.machine.host import family_of_cuda
 
 MOST_COPIES = 128
-"""Upper bound on sets of operands: a run makes about as many calls, and would never use more."""
+"""Upper bound on sets of operands: a run makes about this many calls, and would not use more."""
 
 
 class ContextLost(RuntimeError):

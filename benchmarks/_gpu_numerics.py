@@ -101,7 +101,7 @@ def _problems(device: Device) -> Iterator[ConvProblem]:
 
 
 def plan(pool: Sequence[TritonAlgorithm], device: Device) -> list[Check]:
-    """What to check, problem by problem, so that a cut leaves whole kinds checked."""
+    """The checks, problem by problem, so that if time runs out complete problems have been checked."""
     used: Counter[tuple[str, str, str, str]] = Counter()
     offers: dict[tuple[str, str, str, str], Check] = {}
     checks = []
@@ -170,7 +170,7 @@ def _checked(check: Check, pair: tuple[Tensor, Tensor], want: Tensor) -> tuple[s
         if got.shape != want.shape or got.dtype != check.problem.torch_dtype:
             return "wrong", math.nan, f"a result of {got.dtype} {tuple(got.shape)}"
         error = relative_error(got, want)
-    except Exception as raised:  # whatever it is: the others are still to be checked
+    except Exception as raised:  # of any kind: the others are still to be checked
         return "failed", math.nan, f"{type(raised).__name__}: {raised}"[:300].replace("\n", " ")
     return ("ok" if error <= bound_of(check.problem) else "wrong"), error, ""
 

@@ -22,7 +22,7 @@ LAYERS = Path(__file__).parent / "problems.csv"
 COUNT = 250
 BATCHES = (1, 32, 128)
 MOST_BYTES, MOST_FLOPS = 1 << 30, 4e11
-"""Bounds on layers at other batch sizes: more expensive ones tell no more and take the time of many."""
+"""Bounds on layers at other batch sizes: more expensive ones add no information and take the time of many."""
 HUGE_FLOPS = 1e12
 # How float32, float16 and bfloat16 take turns in layers that have no element type of their own.
 _STYLES = (
@@ -84,10 +84,10 @@ def layers(device: str = "cuda") -> Iterator[Case]:
     """Layers of real networks at several batch sizes, kinds by turns, element types and layouts going round."""
     by_kind: dict[str, list[tuple[str, ConvProblem]]] = {}
     for model, p in dict.fromkeys((model, p._replace(N=1)) for model, p in read_layers(LAYERS)):
-        if p.H * p.W >= 49 and p.flops > 1e6:  # squeeze-and-excitation is launches, not arithmetic
+        if p.H * p.W >= 49 and p.flops > 1e6:  # squeeze-and-excitation layers only measure launch overhead
             by_kind.setdefault(kernel_class(p), []).append((model, p))
     batches, styles = itertools.cycle(BATCHES), itertools.cycle(_STYLES)
-    # Every few layers in the list's order, so that a few of them are of many networks.
+    # Take layers at regular distances in the list, so that a few of them cover many networks.
     queues = {kind: iter(found[0::3] + found[1::3] + found[2::3]) for kind, found in by_kind.items()}
     while queues:
         for kind in _TURNS:
@@ -117,5 +117,5 @@ def plan(count: int = COUNT, device: str = "cuda") -> list[Case]:
 
 
 def directions(case: Case) -> list[ConvProblem]:
-    """The three problems that a layer poses."""
+    """The problems of a layer in all three directions."""
     return [case.problem.with_direction(direction) for direction in Direction]

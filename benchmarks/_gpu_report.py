@@ -1,4 +1,4 @@
-"""What the times say: speed-ups by class and direction against their targets, shares of the device's bandwidth, and
+"""Evaluate the times: speed-ups by class and direction against their targets, shares of the device's bandwidth, and
 answers to the questions that decide what to build."""
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Times = dict[ConvProblem, dict[str, float]]
 
 
 def times_of(rows: Iterable[Row]) -> Times:
-    """Problem -> algorithm -> median in us, of what was right."""
+    """Problem -> algorithm -> median in us, of algorithms with correct results."""
     found: Times = {}
     for row in rows:
         if row.status in ("ok", "censored") and row.median_us == row.median_us:

@@ -88,7 +88,7 @@ def _is_compiled(algorithm: Algorithm, problem: ConvProblem, compiled: Any) -> b
     try:
         return all(launch in compiled for launch in algorithm.launches(problem))
     except Exception:
-        return True  # it fails when it is checked, and is then on record
+        return True  # the check will fail and be recorded
 
 
 def _format(t: Tensor) -> torch.memory_format:
@@ -99,7 +99,7 @@ def _call(
     algorithm: Algorithm, pairs: list[tuple[Tensor, Tensor]], problem: ConvProblem, format: torch.memory_format
 ) -> Callable[[int], Tensor]:
     def call(number: int) -> Tensor:
-        # Restoring the strides that native's result has is part of the price.
+        # The time includes restoring the strides of native's result.
         return algorithm.run(*pairs[number % len(pairs)], problem).contiguous(memory_format=format)
 
     return call
@@ -113,7 +113,7 @@ def _check(
         if got.shape != want.shape or got.dtype != problem.torch_dtype:
             return "wrong"
         error = relative_error(got, want)
-    except Exception as raised:  # whatever it is: the others are still to be measured
+    except Exception as raised:  # of any kind: the others are still to be measured
         print(f"{algorithm.name} failed on {problem}: {type(raised).__name__}: {raised}"[:400])
         device.assert_alive()
         return "failed"

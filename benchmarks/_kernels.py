@@ -59,7 +59,7 @@ def checked(
     """An algorithm's result, and what is wrong with it compared with the float64 result `want`; None if nothing is."""
     try:
         got = algorithm.run(a, b, problem)
-    except Exception as error:  # whatever it is: the other algorithms are still to be measured
+    except Exception as error:  # of any kind: the other algorithms are still to be measured
         return None, f"{type(error).__name__}: {error}"
     if got.shape != want.shape or got.dtype != problem.torch_dtype:
         return got, f"a result of {got.dtype} {tuple(got.shape)}"
@@ -68,7 +68,7 @@ def checked(
 
 
 def _call(algorithm: Algorithm, a: Tensor, b: Tensor, problem: ConvProblem, format: torch.memory_format) -> Tensor:
-    # What dispatch adds is part of the price: the check that a transform's result is finite, and native's strides.
+    # The time includes what dispatch adds: the check that a transform's result is finite, and native's strides.
     result = algorithm.run(a, b, problem)
     if algorithm.spreads_nonfinite:
         result.sum(dtype=torch.float32 if result.element_size() == 2 else None).item()
@@ -76,7 +76,7 @@ def _call(algorithm: Algorithm, a: Tensor, b: Tensor, problem: ConvProblem, form
 
 
 def _samples(t: timing.Timing) -> timing.Timing:
-    # On one thread its CPU time is what neighbours disturb least; with more only the wall clock sees all the work.
+    # With one thread, other processes disturb CPU time least; with more, only wall time covers all the work.
     return t if torch.get_num_threads() > 1 else t.on_thread_clock
 
 
@@ -97,9 +97,9 @@ def measure(
 
     Args:
         problem: in NCHW; its thread count is replaced.
-        layouts: of the operands; native in NCHW, the baseline, is measured whatever they are.
-        rounds: that ratios come from, at most.
-        seconds: for the ranking and again for the rounds, but at least two of each.
+        layouts: layouts of the operands; native in NCHW, the baseline, is always measured.
+        rounds: most rounds from which ratios are computed.
+        seconds: time for the ranking and again for the rounds, but at least two of each.
         choose: problem -> name of the algorithm a converted layer runs; default: what `convselect` would choose.
 
     Raises:

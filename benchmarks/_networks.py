@@ -150,7 +150,7 @@ def _openvino(model: nn.Module, x: Tensor, folder: str, threads: int) -> Side:
 def inference_sides(
     model: nn.Module, x: Tensor, threads: int, *, compile: bool, folder: str
 ) -> tuple[dict[str, Side], dict[str, str]]:
-    """(name -> one forward pass, name -> why it is not there). A new side stands beside `eager`, the first."""
+    """(name -> one forward pass, name -> why it is missing). `eager` is the first side."""
     ours = converted(model)
     last, last_x = (
         copy.deepcopy(model).to(memory_format=torch.channels_last),
@@ -230,8 +230,8 @@ def _loss(output: Tensor) -> Tensor:
 
 
 class Training:
-    """A network in training and its steps: forward, backward, and SGD with momentum at a rate that changes nothing
-    that would show."""
+    """A network in training and its steps: forward, backward, and SGD with momentum at a rate too small to change
+    results visibly."""
 
     def __init__(self, model: nn.Module, x: Tensor) -> None:
         self.model, self.x = model.train(), x

@@ -1,4 +1,4 @@
-"""How good the cost model of `convselect tune` is."""
+"""Figures for the quality of the cost model of `convselect tune`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from convselect.tune.programs import Floats
 
 CLEAR = 0.02
-"""Programs whose times differ by a smaller share are not told apart reliably by measuring."""
+"""Measurements cannot reliably distinguish programs whose times differ by less than this share."""
 
 
 class Quality(NamedTuple):

@@ -23,7 +23,7 @@ from convselect.model import loaded
 
 CALLS = 300
 MOST_FLOPS = 4e8
-"""So that hundreds of calls of the slowest algorithms end this year."""
+"""Most operations of a problem, so that hundreds of calls of the slowest algorithms do not take too long."""
 
 
 def really(path: Path, count: int, seed: int = 0) -> dict[str, dict[str, float]]:

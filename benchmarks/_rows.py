@@ -11,7 +11,7 @@ from convselect.measure.rows import _HEADER_LINE, Row, _lines
 
 
 def append_rows(path: str | Path, rows: Iterable[Row]) -> None:
-    """Append rows to a file in one write, so that a problem is in it whole or not at all; create the file if necessary.
+    """Append rows to a file in one write, so that a problem is complete in it or missing; create the file if necessary.
 
     An unfinished line of an interrupted write is removed first.
     """

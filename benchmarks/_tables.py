@@ -1,4 +1,4 @@
-"""What the documentation's tables and figures are made of: results that are committed, summed up, and as Markdown.
+"""Data of the documentation's tables and figures: summaries of the committed results, and Markdown tables.
 
 Nothing is measured here. `benchmarks.figures` draws and prints.
 """
@@ -44,12 +44,12 @@ CLASSES = {
 
 
 class Winner(NamedTuple):
-    """How an algorithm did over the measured problems.
+    """Results of an algorithm over the measured problems.
 
     Attributes:
-        measured: number of problems on which it was right, and timed to the end.
+        measured: number of problems with a correct result and complete timing.
         fastest: number of problems on which no other was faster.
-        gain: geometric mean of native's time over its own, over problems on which it was the fastest.
+        gain: geometric mean of native's time over the algorithm's, over problems on which it was the fastest.
     """
 
     measured: int
@@ -61,7 +61,7 @@ class Winner(NamedTuple):
 
 
 def best_times(rows: Iterable[Row]) -> dict[Any, dict[str, float]]:
-    """problem -> algorithm -> median in us, of first measurements of what was right."""
+    """Problem -> algorithm -> median in us, of first measurements with correct results."""
     found: dict[Any, dict[str, float]] = defaultdict(dict)
     for row in rows:
         if row.status == "ok" and row.repeat == 0:
@@ -70,7 +70,7 @@ def best_times(rows: Iterable[Row]) -> dict[Any, dict[str, float]]:
 
 
 def winners(times: Mapping[Any, Mapping[str, float]]) -> dict[str, Winner]:
-    """algorithm -> how it did; most often the fastest first."""
+    """Algorithm -> its results; those that are most often the fastest come first."""
     measured: Counter[str] = Counter()
     gains: dict[str, list[float]] = defaultdict(list)
     for of_problem in times.values():
@@ -86,7 +86,8 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 
 def group(algorithm: str) -> str:
-    """What an algorithm is drawn as: Winograd's tiles, the two transforms and the two layouts are one each."""
+    """The group under which an algorithm is drawn: Winograd's tile sizes, the two transforms and the two layouts are
+    one group each."""
     return "Winograd" if algorithm.startswith("winograd") else GROUPS[algorithm]
 
 

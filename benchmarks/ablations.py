@@ -4,7 +4,7 @@
     python -m benchmarks.ablations miopen_times_gfx908.csv.gz --split problem --steps 1500 --batch 512 --out ...
 
 Per row, on held-out problems of one fold: test accuracy, fraction of oracle, geometric speed-up over native (if
-there is one) and over the best single rule, and what one choice costs in numpy, features not included.
+there is one) and over the best single rule, and the time of one choice in numpy, without features.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ FEATURE_SETS = ("raw, z-scored", "log2", "log2 + derived", "log2 + derived + div
 
 
 def columns(name: str, x: torch.Tensor) -> torch.Tensor:
-    """The feature matrix (n, d) of a set; what is left out is constant, so that the network is the same size."""
+    """The feature matrix (n, d) of a set; other features are constant, so that the network has the same size."""
     index = {feature: i for i, feature in enumerate(FEATURE_NAMES)}
     out = x.clone()
     drop = [index[f] for f in (*_DERIVED, *_SHAPE)]

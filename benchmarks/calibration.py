@@ -1,10 +1,10 @@
-"""What a calibration gains: one family's model on another family's times, corrected by some of those.
+"""The gain from calibration: one family's model on another family's times, corrected by some of those.
 
     python -m benchmarks.calibration --artifact convselect/model/artifacts/cpu-x86-avx512-c.npz \
         --times benchmarks/results/times-cpu-x86-avx2-c.csv.gz
 
 The problems used for the correction are drawn at random, and the rest is judged; means over several draws. "at home" is
-the artifact trained on these very times, a bound that no other artifact reaches.
+the artifact trained on these same times, an upper bound for other artifacts.
 """
 
 from __future__ import annotations

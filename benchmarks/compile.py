@@ -185,7 +185,7 @@ def run(
     if malloc:
         restart_with_tuned_malloc()
     torch.set_num_threads(threads)
-    # A pipe is no reason to squeeze the table into 80 columns.
+    # Into a pipe rich would squeeze the table into 80 columns.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 130)
     env = run_environment()
     print_environment(console, env)

@@ -1,9 +1,9 @@
-"""Figures and tables of the documentation, from the results that are committed.
+"""Figures and tables of the documentation, from the committed results.
 
     python -m benchmarks.figures
 
 draws docs/figures/*.svg again and prints the tables of docs/algorithms.md and docs/results.md; `tests/test_docs.py`
-asserts that the pages have these very tables. Nothing is measured here.
+asserts that the pages have exactly these tables. Nothing is measured here.
 """
 
 from __future__ import annotations

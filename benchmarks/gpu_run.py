@@ -1,11 +1,11 @@
 """One run on an NVIDIA GPU: are the kernels right, how fast is every algorithm, and what does a call cost.
 
     python -m benchmarks.gpu_run --out results                 # under nine minutes
-    python -m benchmarks.gpu_run --out results --minutes 4     # continues where it ended
+    python -m benchmarks.gpu_run --out results --minutes 4     # continues the same run
     python -m benchmarks.gpu_run --out results --phases times
     python -m benchmarks.gpu_run --out /tmp/dry --dry-run      # no GPU: TRITON_INTERPRET=1, tiny, times mean nothing
 
-Phases, each with a share of the time; what one leaves is for the next ones:
+Phases, each with a share of the time; unused time goes to the next ones:
 
     compile    every launch of the phases after it, in parallel, into Triton's cache on disk (`TRITON_CACHE_DIR`)
     numerics   Triton's algorithms, directions and configurations against float64   -> numerics.csv
@@ -14,9 +14,9 @@ Phases, each with a share of the time; what one leaves is for the next ones:
     times      all algorithms on some 250 layers in three directions                -> times.csv
     report     speed-ups against their targets, shares of bandwidth, questions      -> results.json
 
-Everything is written as it is found. `convselect train results/times.csv --family cuda-sm90 --out DIR` makes a model of
+Results are written at once. `convselect train results/times.csv --family cuda-sm90 --out DIR` makes a model of
 the times. Exit status: 0; 1 if a result was wrong or failed; 2 if it could not run; 3 if a kernel made the
-device unusable, and the same command goes on after it.
+device unusable; the same command, run again, continues after that kernel.
 """
 
 import json
@@ -52,7 +52,7 @@ DRY_LAYERS = (
 
 
 class Run:
-    """What the phases share: the device, the folder, the clock of the whole, and what is compiled."""
+    """The state shared by the phases: the device, the folder, the deadline of the run, and the compiled launches."""
 
     def __init__(self, device: Device, out: Path, minutes: float, count: int, checks: int | None, workers: int | None):
         self.device, self.out, self.workers = device, out, workers
@@ -241,7 +241,7 @@ def _cell(value: Any) -> str:
 
 
 def _environment(run: Run) -> None:
-    """Write it, or find that it is the one that is there.
+    """Write the environment, or check that the existing file has the same.
 
     Raises:
         ValueError: if the folder's times are of another machine or another version.

@@ -1,4 +1,4 @@
-"""What a choice costs: the cached call against nn.Conv2d, one prediction, and the whole first call of a new problem.
+"""Overhead of choices: a cached call compared with nn.Conv2d, one prediction, and the first call of a new problem.
 
     python -m benchmarks.overhead
 
@@ -45,7 +45,7 @@ def cached_call(*, grad: bool) -> dict[str, timing.Timing]:
 
 
 def plan_cost() -> dict[str, timing.Timing]:
-    """The same convolution and its training step, natively and through a plan that runs the very same native calls."""
+    """The same convolution and its training step, natively and through a plan that runs the same native calls."""
     plain, planned = nn.Conv2d(1, 1, 3, padding=1), nn.Conv2d(1, 1, 3, padding=1)
     convselect.convert(planned, policy="native_contiguous")
     x = torch.randn(1, 1, 8, 8)
@@ -64,7 +64,7 @@ def plan_cost() -> dict[str, timing.Timing]:
 
 
 def problems(count: int) -> list[ConvProblem]:
-    """Different problems of the kind networks have."""
+    """Different problems like those of networks."""
     return [
         conv_problem(1 + i % 3, 16 * (1 + i % 7), 7 * (1 + i % 5), 7 * (1 + i % 5), 32 + i, 3, 3, padding=1)
         for i in range(count)

@@ -1,11 +1,11 @@
-"""Whole networks under the policies that choose: what the first calls cost, and what they gain.
+"""Whole networks under the policies that choose: the cost of the first calls, and the speed-up afterwards.
 
     python -m benchmarks.policies
     python -m benchmarks.policies resnet18 --batch 1 --no-training --out run.json
 
 Three sides on the same parameters: stock, converted under "auto", converted under "verify". First, stock and "verify"
 take turns from their very first call on: "first calls" is the sum of verify's times over the sum of stock's, with
-trials, their machinery and cold starts. Then all three are timed interleaved. Nothing is read from or written to a
+trials, their overhead and cold starts. Then all three are timed interleaved. Nothing is read from or written to a
 store. Outputs, or every gradient, are compared with float64 at each of the first calls, so that every algorithm that a
 trial runs is checked.
 """

@@ -1,13 +1,13 @@
-"""How many times faster than nn.Conv2d, by class of convolution and direction; or, with `--models`, whole networks.
+"""Speed-ups over nn.Conv2d by class of convolution and direction; or, with `--models`, of whole networks.
 
     python -m benchmarks.run                          # a few problems a class, some minutes
     python -m benchmarks.run --count 60 --out run.json
     python -m benchmarks.run --models --compile
 
 The baseline is PyTorch's own convolution on NCHW operands. "best" is the fastest automatic algorithm of the pool under
-the precision and workspace budgets in force, which is what a perfect choice would run; "chosen" is what a converted
-layer does run, through the trained artifact (its few microseconds a call are `benchmarks.overhead`'s subject). Shapes
-of the same networks trained the artifact; its held-out figures tell how it does on networks it has not seen. On one
+the current precision and workspace budgets, as a perfect choice would run it; "chosen" is the algorithm that a
+converted layer runs, through the trained artifact (`benchmarks.overhead` measures its few microseconds per call). The
+artifact was trained on shapes of the same networks; its held-out figures are for networks it has not seen. On one
 thread the clock is that thread's CPU time, otherwise wall time. Results are compared with float64 before anything is
 timed. The process restarts itself once with malloc set to keep freed memory, for both sides alike.
 """
@@ -193,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not options.no_malloc_tuning:
         restart_with_tuned_malloc()
     torch.set_num_threads(options.threads)
-    # A pipe is no reason to squeeze the table into 80 columns.
+    # Into a pipe rich would squeeze the table into 80 columns.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 130)
     env = run_environment()
     print_environment(console, env)

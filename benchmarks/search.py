@@ -103,7 +103,7 @@ def record(
             one.calls[network_] = count
     revisions = {name: a.revision for name, a in BY_NAME.items()}
     about = {"environment": run_environment(), "revisions": revisions}
-    # Begun in an order that leaves something of every kind when time runs out.
+    # In an order in which every kind has been started when time runs out.
     prepared = problems_of(wanted.items(), settings.current())
     random.Random(seed).shuffle(prepared)
     for i, (of, calls, chosen) in enumerate(prepared):
@@ -127,7 +127,7 @@ def record(
         wrong = sum(m.time_us is None for m in one.measured.values())
         best = search.best
         if best is None:
-            continue  # nothing to decide
+            continue  # no parameters
         print(
             f"{deadline.elapsed_s:5.0f} s  {i + 1}/{len(prepared)} {of.problem}: "
             f"{len(one.measured)} programs, {wrong} wrong; {chosen}, "
@@ -167,7 +167,7 @@ def model_quality(recorded: Sequence[Recorded], backend: str, *, by_problem: boo
         asked.append((one, [p for p in programs if p in test]))
     model.fit(learnt)
     for one, programs in asked:
-        # Normalised by the best that was learnt from, as the target was.
+        # Normalised by the best training time, like the target.
         best = min(learnt[one.problem].values())
         true = np.array([best / one.times_us[p] for p in programs])
         pairs.append((true, model.predict(one.problem, programs)))

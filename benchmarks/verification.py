@@ -1,12 +1,12 @@
-"""What trials on real calls gain, replayed on measured times with noise, with held-out models and with a lying one.
+"""The gain from trials on real calls, replayed on measured times with noise, with held-out models and a lying one.
 
     python -m benchmarks.verification benchmarks/results/times-cpu-x86-avx512-c.csv.gz
     python -m benchmarks.verification benchmarks/problems.csv --real 100
 
 A model is trained on other network families than those it nominates for. The lying model nominates the three slowest
 algorithms that the budgets admit. Every problem is called 1,000 times; a call takes the measured time of its algorithm,
-times exp(N(0, sd^2)), and sometimes an interruption of twice the time on average. "First 100 calls" are over what
-native takes under the same noise, the machinery of trials included.
+times exp(N(0, sd^2)), and sometimes an interruption of twice the time on average. "First 100 calls" is their time over
+native's under the same noise, including the overhead of trials.
 
 With `--real COUNT`, nothing is replayed: that many problems of a list are called on this machine, the shipped model and
 the lying one nominate (the lying one by times measured just before), and afterwards the algorithm that a trial settled

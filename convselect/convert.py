@@ -15,14 +15,14 @@ M = TypeVar("M", bound=nn.Module)
 
 def convert(model: M, *, policy: str | None = None, where: Callable[[str, nn.Module], bool] | None = None) -> M:
     """Make every `nn.Conv2d` of `model` choose its algorithms. In place: only the class of each layer changes, so
-    parameters, buffers, hooks, names, references, parametrizations and optimizers stay what they are.
+    parameters, buffers, hooks, names, references, parametrizations and optimizers remain valid.
 
     Not converted: subclasses, which may have a forward of their own; lazy layers that have no weight yet; quantised
     layers; transposed, 1-D and 3-D convolutions. `convselect.summary(model)` lists them with the reasons.
 
     Args:
         model: any module, a single convolution included.
-        policy: a policy for the layers converted now; None leaves it to the context.
+        policy: a policy for the layers converted now; None: the context's policy.
         where: `where(name, layer)` says which layers to convert; all by default.
 
     Returns:
@@ -63,7 +63,7 @@ def revert(model: M) -> M:
 def _selected_class(kind: type) -> type:
     if kind is nn.Conv2d:
         return SelectedConv2d
-    # A parametrized layer's class has the properties of its parametrizations: same class on the other base.
+    # A parametrized layer's class has the properties of its parametrizations: make the same class on the other base.
     return type(kind.__name__.replace("Conv2d", "SelectedConv2d"), (SelectedConv2d,), _members(kind))
 
 

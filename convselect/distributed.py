@@ -1,4 +1,4 @@
-"""Several ranks, one choice: rank 0's."""
+"""Make all ranks of a process group use the choices of rank 0."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ def same_choices(group: ProcessGroup | None = None) -> None:
     """Make all ranks of a process group choose alike: rank 0 decides.
 
     Ranks choose differently if their machines were calibrated differently or have other artifacts or defaults; then
-    they differ in the last digits and, what costs more, in how long a step takes. A choice follows from the problem,
-    the settings and the model, so this sends rank 0's model and rank 0's defaults (`set_defaults`) to the others once,
-    and forgets choices made before. What a rank times for itself would set it apart again: default policies that time
-    calls become "auto", and no rank reads or writes a store. Afterwards nothing is ever communicated: ranks may meet
-    different problems at different times, and no rank waits for another.
+    their results differ in the last digits and, what matters more, their steps take different times. A choice follows
+    from the problem, the settings and the model, so this sends rank 0's model and rank 0's defaults (`set_defaults`) to
+    the others once, and forgets earlier choices. Timing on each rank would make choices differ again: default policies
+    that time calls become "auto", and no rank reads or writes a store. After this call nothing is communicated: ranks
+    may meet different problems at different times, and no rank waits for another.
 
-    Call it on every rank of the group, after `init_process_group` and before training; what `use(...)` sets stays each
-    rank's own. Ranks with other thread counts pose other problems. Models of GPUs are shipped, not calibrated, and so
-    the same everywhere already. Undone by `own_choices`.
+    Call it on every rank of the group, after `init_process_group` and before training; settings of `use(...)` stay
+    local to each rank. Ranks with other thread counts have other problems. Models for GPUs are shipped, not calibrated,
+    and so are the same everywhere already. Undone by `own_choices`.
 
     Args:
         group: the default process group if None.
 
     Raises:
-        RuntimeError, ValueError: there is no process group, or this rank is not in it.
+        RuntimeError, ValueError: if there is no process group, or this rank is not in it.
     """
     import torch.distributed as dist
 
@@ -66,15 +66,14 @@ def same_choices(group: ProcessGroup | None = None) -> None:
 
 
 def own_choices() -> None:
-    """This rank chooses by itself again, by its own model and store; the defaults stay as they are. No
-    communication."""
+    """Let this rank choose by its own model and store again; the defaults stay as they are. No communication."""
     loaded.use_local()
     process.configure()
     lru.clear()
 
 
 def _abilities() -> dict[str, Any]:
-    """What a choice depends on besides problem, settings and model."""
+    """Properties of the rank that choices depend on besides problem, settings and model."""
     return {
         "algorithms": sorted(BY_NAME),
         "GPU": torch.cuda.is_available() and torch.cuda.get_device_capability(),

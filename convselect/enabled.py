@@ -1,7 +1,8 @@
 """`with convselect.enabled():` for code that calls `F.conv2d` itself and has no layer to convert.
 
-A torch-function mode, so nothing outside is touched: it sees every torch function that its thread calls inside, sends
-`torch.conv2d` (which is what `F.conv2d` is) to `convselect.conv2d`, and passes on all others, at about 1 us each.
+It is a torch-function mode, so nothing outside is affected: it sees every torch function that its thread calls inside,
+sends `torch.conv2d` (the function behind `F.conv2d`) to `convselect.conv2d`, and passes on all others, which costs
+about 1 us each.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ _NAMES = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 class enabled(ContextDecorator, TorchFunctionMode):
     """Within this context every `F.conv2d` / `torch.conv2d` call of this thread is a `convselect.conv2d` call.
 
-    What a converted layer leaves to PyTorch (tensor subclasses, integers, tracers, invalid arguments) is PyTorch's here
-    as well. Plain `nn.Conv2d` layers choose too; converted ones keep their own policy. Nests; works as a decorator;
-    local to the thread: other threads, also those started inside, are not affected. Backward passes take the choices of
+    Calls that a converted layer leaves to PyTorch (tensor subclasses, integers, tracers, invalid arguments) are left to
+    it here as well. Plain `nn.Conv2d` layers choose too; converted ones keep their own policy. Nests; works as a
+    decorator; local to the thread: other threads, also those started inside, are not affected. Backward passes take the
+    choices of
     their forward, inside or outside. A checkpointed forward is recomputed by PyTorch's own convolution, since PyTorch
     suspends these modes in a backward pass; convert the layers if the recomputed bits must equal the first ones.
 
@@ -35,7 +37,7 @@ class enabled(ContextDecorator, TorchFunctionMode):
         policy, budgets: as for `convselect.use`; they hold for converted layers inside as well.
 
     Raises:
-        ValueError: for an unknown precision or a negative workspace, on entry.
+        ValueError: on entry, if the precision is unknown or a workspace is negative.
     """
 
     def __init__(self, policy: str | None = None, **budgets: Any) -> None:
@@ -75,7 +77,7 @@ class enabled(ContextDecorator, TorchFunctionMode):
 
 
 def _complete(args: Any, kwargs: Any) -> bool:
-    """Whether number and names of the arguments are those of a convolution. PyTorch raises for any others."""
+    """Whether number and names of the arguments are those of a convolution. PyTorch raises if they are not."""
     if not kwargs:
         return 2 <= len(args) <= len(_NAMES)
     given = {*_NAMES[: len(args)], *kwargs}
@@ -104,8 +106,8 @@ def enable() -> None:
     stack = _pop_all()
     try:
         if not any(isinstance(mode, _Permanent) for mode in stack):
-            # Below all others, so that contexts that are open now can close; only the default device must stay the
-            # lowest.
+            # Below all others, so that contexts that are open now can close; only the mode of the default device must
+            # stay below.
             stack.insert(1 if stack and isinstance(stack[0], DeviceContext) else 0, _Permanent())
     finally:
         _push_all(stack)

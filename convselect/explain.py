@@ -1,4 +1,4 @@
-"""What would run, and why: `explain(layer_or_model, input)` and `explain_problem(problem)`."""
+"""`explain(layer_or_model, input)` and `explain_problem(problem)`: the choice for each convolution, with reasons."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from convselect.model import loaded
 
 @dataclass(frozen=True)
 class Row:
-    """One problem and what is chosen for it.
+    """One problem and the choice for it.
 
     Attributes:
         layer: the layer's name in the model, "" for a problem on its own.
-        source: where the choice came from: "forced", "memory", "store", "model", "verify" or "measure" (timed in this
+        source: source of the choice: "forced", "memory", "store", "model", "verify" or "measure" (timed in this
             process), "trial" (being timed), "fallback" (native, since there is no reason for another).
         probability, gain: the model's probability for the algorithm, among those that apply, and predicted speed
             relative to native; None if the model was not asked.
@@ -53,7 +53,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Explanation:
-    """A table: `str()` is for reading, `to_json()` for programs. `details()` adds every reason."""
+    """A table of choices: `str()` for people, `to_json()` for programs. `details()` adds every reason."""
 
     rows: tuple[Row, ...]
     note: str = ""
@@ -116,11 +116,11 @@ class Explanation:
 
 
 def explain_problem(problem: ConvProblem, *, layer: str = "", policy: str | None = None) -> Explanation:
-    """What is chosen for one problem, and why each other algorithm is not.
+    """The choice for one problem, and why each other algorithm was not chosen.
 
     Raises:
-        NotApplicable: the forced policy cannot do this problem.
-        ValueError: the policy names no algorithm.
+        NotApplicable: if the algorithm named by the policy cannot do this problem.
+        ValueError: if the policy names no algorithm.
     """
     current = settings.current()
     return Explanation((_row(layer, problem, current if policy is None else settings.with_policy(current, policy)),))
@@ -131,7 +131,7 @@ def explain(target: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:
 
     Args:
         target: a layer or a model; plain `nn.Conv2d` layers are explained as if they were converted.
-        inputs, kwargs: what it is called with.
+        inputs, kwargs: arguments of the call.
 
     Returns:
         A row per layer and shape for the forward direction, and for each gradient that training would need under the
@@ -193,7 +193,7 @@ def _row(layer: str, problem: ConvProblem, used: Settings) -> Row:
             if a.automatic and a.same_as_native(problem) is None
         }
         if probability is not None:
-            # The model spreads its probability over every name it knows; what cannot run here does not share.
+            # The model spreads its probability over every name it knows; leave out names that cannot run here.
             probability /= sum(prediction.probability(a.name) for a in applicable)
     return Row(
         layer,
@@ -214,7 +214,7 @@ def _number(value: float | None) -> str:
 
 
 def _table(header: tuple[str, ...], cells: Sequence[tuple[str, ...]]) -> str:
-    """By rich if it is installed, else in plain columns: the table must not need a dependency."""
+    """The table, drawn by rich if it is installed, else in plain columns, since rich is not a dependency."""
     try:
         from rich import box
         from rich.console import Console

@@ -45,7 +45,7 @@ def conv2d(
         ValueError: `policy` names no algorithm.
         RuntimeError, TypeError: as `torch.nn.functional.conv2d` for the same arguments.
     """
-    # An int and a pair of it are the same call and share one cache entry.
+    # An int and a pair of that int are the same call and share one cache entry.
     if type(stride) is int:
         stride = (stride, stride)
     if type(padding) is int:

@@ -1,4 +1,4 @@
-"""`SelectedConv2d`: an `nn.Conv2d` in everything but its speed, and which modules it may stand in for."""
+"""`SelectedConv2d`, a drop-in `nn.Conv2d` that chooses its algorithms, and which modules it may replace."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SelectedConv2d(nn.Conv2d):
         ValueError: `policy` names no algorithm.
     """
 
-    # On the class, so that converting a layer is a change of class and nothing else.
+    # On the class, so that converting a layer only changes its class.
     policy: str | None = None
 
     def __init__(  # written out, since torch.nn.utils.skip_init and others read the signature
@@ -65,13 +65,13 @@ class SelectedConv2d(nn.Conv2d):
             return dispatch.conv2d(input, weight, bias, geometry, self.policy)
 
     def _as_leaf(self, input: Any, *parameters: Any) -> Any:
-        """Symbolic tracing: if the tracer would keep an nn.Conv2d whole, keep this layer whole. (The default tracer
-        tells leaves by the module that defines their class, so it traces into ours and arrives here.)"""
+        """Symbolic tracing: if the tracer would keep an nn.Conv2d as a leaf, keep this layer as a leaf. (The default
+        tracer recognises leaves by the module that defines their class, so it traces into ours and calls this.)"""
         tracer = input.tracer
         path = tracer.path_of_module(self)
         if not tracer.is_leaf_module(_PLAIN_CONV, path):
             return nn.Conv2d._conv_forward(self, input, *parameters)
-        for parameter in parameters:  # nobody will use what nn.Conv2d.forward has just fetched
+        for parameter in parameters:  # remove the unused nodes of parameters that nn.Conv2d.forward has just fetched
             if isinstance(parameter, Proxy) and not parameter.node.users:
                 tracer.graph.erase_node(parameter.node)
         return tracer.create_proxy("call_module", path, (input,), {})
@@ -105,7 +105,7 @@ def check_module(target: Any, function: str, verb: str | None = None) -> None:
 
 def why_not_converted(module: nn.Module) -> str | None:
     """None if this is a plain nn.Conv2d, parametrized or not, which may become a SelectedConv2d. "" if it is one
-    already, or no convolution. Otherwise a sentence: why it stays what it is."""
+    already, or not a convolution. Otherwise a sentence why it is not converted."""
     kind = type(module)
     if kind is nn.Conv2d or _is_parametrized_conv2d(kind):
         return None
@@ -125,7 +125,7 @@ def why_not_converted(module: nn.Module) -> str | None:
 
 
 def _is_parametrized_conv2d(kind: type) -> bool:
-    """`torch.nn.utils.parametrize` gives each module a class of its own on top of nn.Conv2d."""
+    """Whether this is the class that `torch.nn.utils.parametrize` makes for one module on top of nn.Conv2d."""
     return (
         kind.__bases__ == (nn.Conv2d,)
         and getattr(kind, "parametrizations", None) is None

@@ -1,6 +1,6 @@
-"""`summary(model)`: what `convert` and `freeze` made of a model's convolutions, and what has been measured of them.
+"""`summary(model)`: which convolutions of a model are converted or frozen, and which choices were made by measuring.
 
-Derived from the model itself at every call, so that it holds for deep copies and unpickled models as well.
+Computed from the model itself at every call, so that it is right for deep copies and unpickled models as well.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class LayerChoice:
     """A choice that this process has made by measuring, or is making.
 
     Attributes:
-        layers: the converted layers with the problem's geometry. Which of them met its image size is not recorded.
+        layers: the converted layers with the problem's geometry. It is not recorded which of them met its image size.
         problem: the sizes, and the direction.
         source: "trial" (being timed), "verify" or "measure" (timed in this process), "store" (timed in an earlier one).
         algorithms: the one chosen; for a trial, native and the candidates that are left.
@@ -48,7 +48,7 @@ class FrozenInput:
     Attributes:
         module: its name; "" is the model itself.
         input: shapes, element types and number of threads, in words.
-        layout: the layout between the layers; None if the module runs as it was, since nothing was faster.
+        layout: the layout between the layers; None if the module runs unchanged, since nothing was faster.
         chosen: layer -> what runs it: "native", "onednn_packed", "gemm", an algorithm of the pool, or "block" for each
             layer of an inverted residual block that runs as one call.
         eager_us, frozen_us: medians of the module's forward before and now, in us; None if they were not measured.
@@ -64,16 +64,16 @@ class FrozenInput:
 
 @dataclass(frozen=True)
 class Summary:
-    """What convselect does with a model. `str()` is for reading, `to_json()` for programs. "" names the model itself.
+    """What convselect does with a model. `str()` for people, `to_json()` for programs. "" names the model itself.
 
     Attributes:
-        converted: layer -> its policy, for every layer that chooses; None: the policy in force.
+        converted: layer -> its policy, for every layer that chooses; None: the current policy.
         left_alone: convolution -> a sentence with the reason, for every one that is neither converted nor frozen.
         frozen: modules whose forward is frozen.
         folded: convolution -> the batch normalisation that is now part of its weight and bias.
-        fused: frozen layer -> what is folded in or runs in its epilogue: "batch norm", "scale", "bias", "residual",
-            "relu", "relu6", "silu", "gelu". Layers are convolutions, and linear layers of up to 16 MiB beside them.
-        not_fused: name -> reason, for convolutions in a frozen model that run as they are or by themselves, and for
+        fused: frozen layer -> operations folded into it or run in its epilogue: "batch norm", "scale", "bias",
+            "residual", "relu", "relu6", "silu", "gelu". Layers are convolutions, and linear layers of up to 16 MiB.
+        not_fused: name -> reason, for convolutions in a frozen model that run unchanged or without fusion, and for
             modules that were not frozen as a whole.
         inputs: a row per frozen module and kind of input that it has met.
         on_trial: problems of converted layers that are being timed on real calls.
@@ -166,7 +166,7 @@ def _not_fused(
     modules: dict[str, nn.Module], frozen: dict[str, FrozenForward], fused: dict[str, tuple[str, ...]]
 ) -> dict[str, str]:
     found: dict[str, str] = {}
-    scopes = set()  # what `freeze` was called with, as far as it can be seen from here
+    scopes = set()  # the modules that `freeze` was called with, as far as the model shows them
     for name, forward in frozen.items():
         around = dict(zip(parents(name), forward.around, strict=False))
         scopes.add([name, *around][-1])
@@ -191,7 +191,7 @@ def _inputs(name: str, forward: FrozenForward) -> Iterator[FrozenInput]:
 
 
 def _choices(layers: dict[str, Any]) -> tuple[tuple[LayerChoice, ...], tuple[LayerChoice, ...]]:
-    """(on trial, measured), as the choices of this process stand now."""
+    """(on trial, measured), from the current choices of this process."""
     by_geometry: dict[tuple[int, ...], list[tuple[str, str | None]]] = {}
     for name, layer in layers.items():
         by_geometry.setdefault(_geometry(layer), []).append((name, layer.policy))
@@ -211,7 +211,7 @@ def _choices(layers: dict[str, Any]) -> tuple[tuple[LayerChoice, ...], tuple[Lay
 
 
 def _geometry(layer: nn.Conv2d) -> tuple[int, ...]:
-    """C, and from K to groups the fields of the problems that a layer poses."""
+    """C, and the fields from K to groups, of a layer's problems."""
     kernel, dilation = pair(layer.kernel_size), pair(layer.dilation)
     sides = padding_sides(layer.padding if layer.padding_mode == "zeros" else 0, kernel, dilation)
     return (layer.in_channels, layer.out_channels, *kernel, *pair(layer.stride), *sides, *dilation, layer.groups)

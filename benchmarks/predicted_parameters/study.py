@@ -1,4 +1,4 @@
-"""What recorded times cannot tell: a made-up space with known best programs, predictions measured anew, and latency.
+"""Beyond recorded times: a made-up space with known best programs, predictions measured anew, and latency.
 
 In the made-up space the best program depends on sizes relative to registers and caches, hardware limits forbid part of
 the space, and every program has a time, so that no prediction is judged by a neighbour's.

@@ -1,6 +1,6 @@
 """Training data of the sequence network: problems as sequences of tokens, programs as sequences of values.
 
-A problem is the sequence of its fields, after "seq2seq for tuning parameters" (arXiv 2404.10162), where each field is
+A problem is the sequence of its fields, after "seq2seq for tuning parameters" (arXiv 2404.10162); there each field is
 one-hot. Here a token is (field, value) for small counts and names and (field, rounded log2) for sizes, and each carries
 the exact logarithm as a number beside it, so that two sizes in one bin differ and an unseen bin still carries
 information. Besides the fields of `ConvProblem` there are derived sizes, in the units in which caches are measured.
@@ -150,7 +150,7 @@ class Example:
 def example(
     problem: ConvProblem, algorithm: str, space: Space, times_us: Iterable[tuple[Values, float]]
 ) -> Example | None:
-    """An example of the programs that are valid in this space; None if they lack the default or are no others."""
+    """An example of the programs that are valid in this space; None without the default or without other programs."""
     signature, found = Signature.of(space), {}
     for values, time_us in times_us:
         if space.is_valid(problem, values):
@@ -173,7 +173,7 @@ def grouped(examples: Iterable[Example]) -> dict[Signature, list[Example]]:
 
 TARGETS = ("best", "near", "ratio")
 NEAR = 1.02
-"""One measurement does not tell times within this factor apart."""
+"""A single measurement cannot distinguish times within this factor."""
 RATIO_EXPONENT = 40.0
 _LEAST_WEIGHT = 0.02
 

@@ -34,7 +34,7 @@ _CAST_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
 def problem_of(x: Tensor, weight: Tensor, geometry: Geometry) -> ConvProblem | None:
-    """The forward problem of a call; None if its arguments do not even have the form of one.
+    """The forward problem of a call; None if its arguments do not have the form of a convolution's.
 
     Args:
         x: (N, C, H, W).
@@ -66,8 +66,8 @@ def problem_of(x: Tensor, weight: Tensor, geometry: Geometry) -> ConvProblem | N
 
 
 def problems_of(layer: torch.nn.Conv2d, x: Tensor) -> list[ConvProblem]:
-    """The problems that a convolution layer poses for this input: forward, and under grad mode each gradient that would
-    be computed. Empty if the call is aten's alone."""
+    """The problems of a convolution layer for this input: forward, and under grad mode each gradient that would be
+    computed. Empty if the call is left to aten."""
     weight, geometry = layer.weight, (layer.stride, layer.padding, layer.dilation, layer.groups)
     if layer.padding_mode != "zeros":
         x = torch.nn.functional.pad(x, layer._reversed_padding_repeated_twice, mode=layer.padding_mode)
@@ -94,8 +94,8 @@ def _layout(t: Tensor) -> str:
 
 
 def valid(p: ConvProblem, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, *, cast: bool) -> bool:
-    """Whether this is a convolution that aten accepts and that has something to compute. What it does not accept is
-    handed to it, so that the error is its own."""
+    """Whether this is a convolution that aten accepts and that has something to compute. Calls that aten does not
+    accept are passed to it, so that it raises its own error."""
     numbers = (p.stride_h, p.stride_w, p.dil_h, p.dil_w, p.groups, *p.padding)
     return (
         all(isinstance(n, int) for n in numbers)
@@ -116,7 +116,7 @@ def valid(p: ConvProblem, x: Tensor, weight: Tensor, bias: Tensor | None, geomet
 
 
 def y_layout(x: Tensor, weight: Tensor, problem: ConvProblem) -> str:
-    """The layout y will have, and with it, as a rule, its gradient."""
+    """The layout that y, and as a rule its gradient, will have."""
     N, K, P, Q = problem.y_shape
     strides = result_strides(x, weight, problem).y
     return CONTIGUOUS if strides == canonical_strides((N, K, P, Q), CONTIGUOUS) else CHANNELS_LAST

@@ -5,11 +5,11 @@ Convolution is three bilinear maps of the same geometry,
     y = forward(x, w)        grad_x = backward_data(g, w)        grad_w = backward_weight(x, g),
 
 and they are closed under differentiation: every derivative of one is given by the other two, on operands of the very
-same shapes. So double backward (and any order beyond it) poses no new problem, and takes the choices already made. jvp
-is bilinearity itself; vmap folds the batch into N where only activations carry it, into the groups where the weight
-does.
+same shapes. So double backward (and any higher order) has no new problems, and uses the choices already made. jvp
+follows from bilinearity; vmap folds the batch into N if only activations have it, and into the groups if the weight has
+it.
 
-`ConvOps` is what the functions need: one geometry with an algorithm behind each direction.
+`ConvOps` is the interface that the functions need: one geometry with an algorithm for each direction.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from convselect.aten.strides import in_functorch
 
 
 class ConvOps(Protocol):
-    """A convolution geometry with chosen algorithms behind it; see `eager.plan.Plan`."""
+    """A convolution geometry with a chosen algorithm for each direction; see `eager.plan.Plan`."""
 
     groups: int
 
@@ -191,7 +191,7 @@ class BackwardWeightFunction(_Function):
 
 
 def _sum_of(*terms: Callable[[], Tensor] | bool) -> Tensor | None:
-    """The sum of the terms that are there, None if there is none."""
+    """The sum of the terms that are not False; None if there is none."""
     total: Tensor | None = None
     for term in terms:
         if callable(term):
@@ -201,7 +201,7 @@ def _sum_of(*terms: Callable[[], Tensor] | bool) -> Tensor | None:
 
 
 def _batch_into_channels(t: Tensor, dim: int | None, B: int) -> Tensor:
-    """(N, C, ...) with a batch somewhere, or the same for all -> (N, B*C, ...), the batch outermost."""
+    """(N, C, ...) with a batch at `dim`, or shared by the batch -> (N, B*C, ...), the batch outermost."""
     t = t.movedim(dim, 1) if dim is not None else t.unsqueeze(1).expand(-1, B, *t.shape[1:])
     return t.flatten(1, 2)
 

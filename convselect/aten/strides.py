@@ -1,4 +1,4 @@
-"""The strides that aten's convolution gives its results; ours must be the same to the last number."""
+"""The strides that aten's convolution gives its results; ours must be exactly the same."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class ResultStrides(NamedTuple):
 
 
 def in_functorch() -> bool:
-    """Inside torch.func transforms or batched gradients, where tensors must pass through `apply`."""
+    """Whether a torch.func transform or batched gradients are active; then tensors must pass through `apply`."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def result_strides(x: Tensor, weight: Tensor, problem: ConvProblem) -> ResultStrides:
     """Strides of y, grad_x and grad_weight for this very call. Costs 10 to 35 us: ask once per plan.
 
-    aten picks a backend, the backend a memory format from x and weight together, and all three results are freshly
-    allocated in it. Both decisions are asked of aten itself, so that they cannot drift apart from it.
+    aten picks a backend, the backend picks a memory format from x and weight together, and all three results are
+    freshly allocated in it. aten itself is asked for both decisions, so that the result is right in every version.
     """
-    if in_functorch():  # wrapped tensors do not answer questions about their layout
+    if in_functorch():  # wrapped tensors do not give their layout
         x, weight = (torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in (x, weight))
     padding, rest = even_padding(problem)
     if rest is None:
@@ -57,15 +57,15 @@ def _evenly_padded(x: Tensor, weight: Tensor, problem: ConvProblem, padding: tup
     memory_format = torch._C._conv_determine_backend_memory_format(x, weight, backend)
     if memory_format != torch.channels_last:
         return _all_in(problem, CONTIGUOUS, CONTIGUOUS)
-    # The backend gets both operands made channels_last and reads the format off them again: one channel or one pixel
-    # may then say contiguous.
+    # The backend gets both operands in channels_last and derives the format from them again: with one channel or one
+    # pixel that may be contiguous.
     x, weight = _moved(x), _moved(weight)
     by_group = G > 1 and "Slow" in str(backend)
     if by_group:
         x, weight = _slice(x, 1, problem.C // G), _slice(weight, 0, problem.K // G)
     of_weight = suggested_layout(weight.shape, weight.stride())
     layout = CHANNELS_LAST if CHANNELS_LAST in (of_weight, suggested_layout(x.shape, x.stride())) else CONTIGUOUS
-    # The plain slow path asks the weight alone for the layout of its gradient.
+    # In the plain slow path the weight alone decides the layout of its gradient.
     weight_layout = of_weight if str(backend).endswith("Slow2d") else layout
     strides = _all_in(problem, layout, weight_layout)
     if not by_group:
@@ -93,14 +93,15 @@ def _moved(t: Tensor) -> Tensor:
 
 
 def _slice(t: Tensor, dim: int, size: int) -> Tensor:
-    """The part of one group, as ATen hands it on: contiguous in the format that the whole suggests."""
+    """The part of one group, as ATen passes it on: contiguous in the format that the whole tensor suggests."""
     whole = suggested_layout(t.shape, t.stride())
     memory_format = torch.channels_last if whole == CHANNELS_LAST else torch.contiguous_format
     return t.narrow(dim, 0, size).contiguous(memory_format=memory_format)
 
 
 def suggested_layout(shape: tuple[int, ...], strides: Strides) -> str:
-    """What ATen's `suggest_memory_format` reads off the strides of a dense tensor, one channel or pixel included."""
+    """The layout that ATen's `suggest_memory_format` finds for the strides of a dense tensor, also with one channel or
+    one pixel."""
     smallest = 0
     for d in (1, 3, 2, 0):
         if strides[d] < smallest or (d == 0 and smallest == strides[1]):
@@ -122,5 +123,5 @@ def with_strides(result: Tensor, strides: Strides) -> Tensor:
 
 
 def _same_memory(shape: torch.Size, have: Strides, want: Strides) -> bool:
-    """Whether the strides differ only in dimensions of size one, where they mean nothing."""
+    """Whether the strides are equal except in dimensions of size one, whose strides mean nothing."""
     return all(size == 1 or a == b for size, a, b in zip(shape, have, want, strict=True))

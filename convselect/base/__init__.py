@@ -1,1 +1,1 @@
-"""What everything else stands on, and which stands on nothing of ours."""
+"""Basic types and helpers. Every other part of the package may import these; they import nothing of the package."""

@@ -71,7 +71,7 @@ def on_clear(forget: Callable[[], object]) -> None:
 
 
 def clear() -> None:
-    """Forget all plans and choices of this process, and what failed in it."""
+    """Forget all plans, choices and failures of this process."""
     for forget in _on_clear:
         forget()
 

@@ -1,7 +1,7 @@
 """`ConvProblem`: everything that decides how fast a convolution runs and which algorithms apply, as a frozen key.
 
 All three directions are written in the *forward* convention: x (N, C, H, W), weight (K, C/groups, R, S),
-y (N, K, P, Q). The direction is part of the problem, so one layer poses three problems with three choices.
+y (N, K, P, Q). The direction is part of the problem, so one layer has three problems with three choices.
 Derived quantities (output size, FLOPs, bytes, GEMM shape) are computed here. `model/features.py` has some of them as
 logarithms, for speed; a test compares the two.
 """
@@ -191,7 +191,7 @@ class ConvProblem(NamedTuple):
 
     @property
     def gemm(self) -> Gemm:
-        """The equivalent matrix product per group: rows are output channels, columns what else the result spans."""
+        """The equivalent matrix product per group: rows are output channels, columns the result's other dimensions."""
         G, spatial = self.groups, self.N * self.P * self.Q
         k_out, taps = self.K // G, (self.C // G) * self.R * self.S
         if self.direction == Direction.FORWARD:
@@ -326,7 +326,7 @@ def padding_sides(
 
 
 def layout_of(tensor: torch.Tensor) -> str:
-    """The memory layout of a 4-D tensor. If one channel or one pixel makes both true, contiguous wins."""
+    """The memory layout of a 4-D tensor; "contiguous" if both layouts fit (one channel or one pixel)."""
     if tensor.is_contiguous():
         return CONTIGUOUS
     if tensor.is_contiguous(memory_format=torch.channels_last):
@@ -339,6 +339,6 @@ def canonical_strides(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
     _, C, H, W = shape
     if layout == CHANNELS_LAST:
         return (H * W * C, 1, W * C, C)
-    # In this layout torch counts an empty dimension as one when it multiplies sizes up to strides.
+    # In this layout torch counts an empty dimension as one when it computes strides from sizes.
     C, H, W = max(C, 1), max(H, 1), max(W, 1)
     return (C * H * W, H * W, W, 1)

@@ -8,10 +8,9 @@ The process's defaults come from the environment:
     CONVSELECT_BATCH_INVARIANT   1: results do not depend on the batch size
     CONVSELECT_DISABLE           algorithms that may not be chosen: "winograd,fft"
     CONVSELECT_AUDIT             one call in AUDIT checks that a choice still pays; 0 for none
-    CONVSELECT_CACHE_ENTRIES     problems, and call signatures, remembered per process
+    CONVSELECT_CACHE_ENTRIES     problems, and call signatures, cached per process
 
-A `Settings` object is interned: equal settings are the same object, so that it can be part of a cache key at the cost
-of a pointer.
+A `Settings` object is interned: equal settings are the same object, so that a cache key can compare it by identity.
 """
 
 from __future__ import annotations
@@ -30,19 +29,19 @@ PRECISIONS = ("exact", "native", "fast")
 CHOOSING = ("auto", "verify", "measure")
 """Policies that choose; every other names an algorithm."""
 TIMING = ("verify", "measure")
-"""Those that time calls."""
+"""Policies that time calls."""
 DEFAULT_WORKSPACE_BYTES = 512 * 2**20
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Settings:
-    """What one context allows.
+    """Policy and budgets of one context.
 
     Attributes:
         policy: "auto" (memory, store, model, then native), "verify" (the same, and the first real calls of a problem
             check it), "measure" (everything is timed before the first call), "native", or the name of an algorithm,
             which then runs or raises `NotApplicable`.
-        precision: what rounding error an automatic choice may have; see `use`.
+        precision: the rounding error that an automatic choice may have; see `use`.
         workspace_bytes: extra memory that an automatic choice may use at its peak.
         workspace_share: and at most this share of the memory that is free when the choice is made; 0 to 1.
         batch_invariant: whether results for one image must not depend on the others in its batch, to the last bit.
@@ -60,12 +59,12 @@ class Settings:
 
     @property
     def chooses(self) -> bool:
-        """Whether the policy leaves the choice to us, instead of naming an algorithm."""
+        """Whether the policy chooses automatically, instead of naming an algorithm."""
         return self.policy in CHOOSING
 
     @property
     def budgets(self) -> str:
-        """A line that says what a choice made under these settings was allowed: one made under others does not hold."""
+        """The budgets as one line of text. A choice made under other budgets is not valid under these."""
         parts = [self.precision, f"{self.workspace_bytes}B"]
         if self.workspace_share < 1:
             parts.append(f"{self.workspace_share:g}")
@@ -105,7 +104,7 @@ def _intern(
         raise ValueError(f"workspace_share must be between 0 and 1, got {workspace_share}")
     if audit < 0:
         raise ValueError(f"audit must not be negative, got {audit}")
-    # The cache tells arguments by name from arguments by position: all of them by position, always.
+    # The cache distinguishes keyword from positional arguments, so always pass all of them by position.
     return _interned(policy, precision, workspace_bytes, float(workspace_share), bool(batch_invariant), disabled, audit)
 
 
@@ -116,8 +115,8 @@ def _interned(*values: Any) -> Settings:
 
 @functools.lru_cache(maxsize=64)
 def parse(text: str) -> Settings:
-    """The reverse of `str(settings)`; what an older version did not write is at its default. Raises ValueError for
-    anything else."""
+    """Inverse of `str(settings)`; fields that an older version did not write have their defaults. Raises ValueError if
+    the text is not of this form."""
     values = json.loads(text)
     if not isinstance(values, dict) or not set(values) <= set(_FIELDS):
         raise ValueError(f"not settings: {text!r}")
@@ -130,10 +129,10 @@ _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "m
 
 
 def parse_workspace(text: str) -> tuple[int, float]:
-    """(bytes, share of free memory) out of "512MiB", "25%" or both with a comma between.
+    """(bytes, share of free memory) from "512MiB", "25%", or both separated by a comma.
 
     Raises:
-        ValueError: for anything else.
+        ValueError: if the text has another form.
     """
     size, share = None, None
     for part in text.split(","):
@@ -170,7 +169,7 @@ def _from_environment() -> Settings:
 
 
 CACHE_ENTRIES = int(os.environ.get("CONVSELECT_CACHE_ENTRIES", 4096))
-"""How many problems, and how many call signatures, are remembered per process before the least recently used go."""
+"""Most problems, and most call signatures, cached per process; then the least recently used are evicted."""
 
 _default = _from_environment()
 _override: contextvars.ContextVar[Settings | None] = contextvars.ContextVar("convselect_settings", default=None)
@@ -180,12 +179,12 @@ _override: contextvars.ContextVar[Settings | None] = contextvars.ContextVar("con
 
 
 def current() -> Settings:
-    """The settings in force here: those of the innermost `use(...)`, else the process's."""
+    """The current settings: those of the innermost `use(...)`, else the process's."""
     return _override.get() or _default
 
 
 def defaults() -> Settings:
-    """The process's settings: those of `set_defaults`, else of the environment."""
+    """The process's settings: those of `set_defaults`, else of the environment variables."""
     return _default
 
 
@@ -217,32 +216,33 @@ def use(
 ) -> Iterator[Settings]:
     """Within this context, choose by `policy` and within these budgets. Nests; local to the thread or task.
 
-    What is None stays as it is outside. A backward pass uses the settings under which its forward ran. Budgets bind
-    automatic choices and are applied after ranking: `explain` says what each of them has ruled out. A policy that names
-    an algorithm is obeyed whatever they say, batch invariance excepted, which holds for every policy.
+    Arguments that are None keep the outer value. A backward pass uses the settings under which its forward ran. Budgets
+    limit automatic choices and are applied after ranking: `explain` says what each of them has ruled out. A policy that
+    names an algorithm overrides them, except batch invariance, which holds for every policy.
 
     Args:
         policy: "auto", "verify", "measure", "native" or an algorithm's name.
-        precision: relative L2 error in float32, against float64. "exact": direct sums and what is as good, at most
-            2.5e-6, and 8 times native's own error if that is more than 1e-6. "native" (the default): at most 1e-5,
-            and 100 times native's if that is more than 1e-6. "fast": at most 2e-5. Weight gradients, sums over the
-            batch and all pixels, may have twice that. 16-bit results are rounded once, from sums in float32.
-        workspace_bytes, workspace_share: bounds on extra memory, in bytes and as a share of what is free when the
-            choice is made (within the process's control groups; on a GPU with what PyTorch's allocator holds unused);
-            both hold. Up to 16 MiB are not asked for. Under `batch_invariant` the share is one of all memory.
+        precision: relative L2 error in float32, against float64. "exact": direct sums and algorithms that round as
+            little, at most 2.5e-6, and 8 times native's own error if that is more than 1e-6. "native" (the default):
+            at most 1e-5, and 100 times native's if that is more than 1e-6. "fast": at most 2e-5. Weight gradients, sums
+            over the batch and all pixels, may have twice that. 16-bit results are rounded once, from sums in float32.
+        workspace_bytes, workspace_share: bounds on extra memory, in bytes and as a share of the memory that is free
+            when the choice is made (within the process's control groups; on a GPU including what PyTorch's allocator
+            holds unused); both hold. The share does not limit workspaces up to 16 MiB. Under `batch_invariant` it is a
+            share of all memory.
         batch_invariant: y[i] and grad_x[i] of a batch are, to the last bit, what x[i:i+1] alone would give. The choice
             is that for one image, and images run one by one unless the algorithm is known to give every image the same
             bits in any batch. Costs speed. A weight gradient is a sum over the batch and stays as it is; so do calls
             that are left to PyTorch (subclasses, tracers, dispatch modes); on a GPU it takes a native convolution that
             is deterministic. A frozen model runs as it was before.
-        disable: algorithms that may not be chosen, as "winograd,fft" or a list: names, or beginnings that end where a
-            number or another word begins ("winograd": all of winograd2 to winograd7; "fft": fft and fft_tiled).
-            Replaces those outside; () allows all. Native cannot be disabled.
+        disable: algorithms that may not be chosen, as "winograd,fft" or a list: names, or their parts before a number
+            or before another word ("winograd": all of winograd2 to winograd7; "fft": fft and fft_tiled). Replaces the
+            outer setting; () allows all. Native cannot be disabled.
         audit: time one call in `audit` of a verified choice against native; 0 for never.
 
     Raises:
-        ValueError: for values outside their ranges. An unknown policy is named at the first call; of an unknown name in
-            `disable` the first choice warns.
+        ValueError: if a value is outside its range. An unknown policy raises at the first call; the first choice warns
+            about an unknown name in `disable`.
     """
     settings = _changed(
         current(),
@@ -262,14 +262,14 @@ def use(
 
 
 def set_defaults(policy: str | None = None, **budgets: Any) -> Settings:
-    """Change the process's defaults (all threads, outside any `use(...)`); returns them. Takes what `use` takes, and
-    raises what it raises."""
+    """Change the process's defaults (all threads, outside any `use(...)`); returns them. Arguments and errors are those
+    of `use`."""
     global _default
     _default = _changed(_default, policy, **budgets)
     return _default
 
 
 def set_default_settings(settings: Settings) -> None:
-    """Make these the process's defaults, whole."""
+    """Replace all of the process's defaults by these."""
     global _default
     _default = settings

@@ -1,7 +1,7 @@
 """Interleaved timing. The only file of the project that reads a clock.
 
-A and B are timed A B A B in one process, in a new random order every round, so that a neighbour, a clock-frequency
-step or a drifting cache hits both; only ratios within a round are compared.
+A and B are timed A B A B in one process, in a new random order every round, so that another process, a change of clock
+frequency or a drifting cache affects both; only ratios within a round are compared.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import torch
 
 
 class Clock(NamedTuple):
-    """Two sources of nanoseconds: `wall_ns` is the time that passes, `thread_ns` what the calling thread computes.
+    """Two clocks, in nanoseconds: `wall_ns` is wall-clock time, `thread_ns` CPU time of the calling thread.
 
-    `thread_ns` leaves out preemption by neighbours, but also the work of other threads: with more than one thread it
-    is the calling thread's share only, and on an accelerator it means nothing.
+    `thread_ns` leaves out preemption by other processes, but also the work of other threads: with more than one thread
+    it is the calling thread's share only, and on an accelerator it means nothing.
     """
 
     wall_ns: Callable[[], int]
@@ -60,7 +60,7 @@ def _percentile(samples: Sequence[float], percent: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What one function took: one sample per round, in the order of the rounds, in microseconds.
+    """Times of one function: one sample per round, in the order of the rounds, in microseconds.
 
     Attributes:
         samples_us: wall-clock time.
@@ -101,7 +101,7 @@ class Ratio(NamedTuple):
 
 
 def ratio(a: Timing, b: Timing) -> Ratio:
-    """Time of `a` over time of `b`, paired by round: above 1 where `b` is the faster.
+    """Time of `a` over time of `b`, paired by round: above 1 if `b` is faster.
 
     Raises:
         ValueError: unless both have the same, nonzero number of samples.
@@ -131,9 +131,9 @@ def interleaved(
     """Time each function once per round, in a new random order every round, after one untimed call of each.
 
     Args:
-        functions: what to time. Each is called with no arguments; its result is dropped outside the timed stretch.
+        functions: the functions to time. Each is called without arguments; its result is dropped after the timing.
         rounds: samples per function.
-        seed: of the orders.
+        seed: random seed of the orders.
         deadline_s: stop after a round when another like the longest so far would end later than this many seconds
             after the untimed calls, but not before two rounds.
         synchronise: waits until an accelerator has finished; called, timed, after each function, and before it.
@@ -184,12 +184,12 @@ def _nothing() -> None:
 
 
 class Events(NamedTuple):
-    """How an accelerator is timed: by marks in its own queue.
+    """Timing of an accelerator by marks in its own queue.
 
     Attributes:
         event: makes a mark, with `record()` and `elapsed_time(later)` in milliseconds.
-        occupy: keeps the accelerator busy for about so many microseconds, so that what is queued after it is timed
-            without the gaps in which it would wait for the host.
+        occupy: keeps the accelerator busy for about the given number of microseconds, so that the work queued after it
+            is timed without gaps of waiting for the host.
         synchronise: waits until it has finished.
     """
 
@@ -212,7 +212,7 @@ def cuda_events() -> Events:
 
 
 def assert_timer_sane(clock: Clock = SYSTEM_CLOCK) -> None:
-    """Check that both clocks never run backwards, do run, and find twice the work to take longer.
+    """Check that both clocks run, never run backwards, and show a longer time for twice the work.
 
     Raises:
         AssertionError: with the clock's name and what it did. Not an `assert`, so `python -O` checks as well.
@@ -230,13 +230,13 @@ def assert_timer_sane(clock: Clock = SYSTEM_CLOCK) -> None:
         once, twice = (t.on_thread_clock if thread else t for t in (timings["once"], timings["twice"]))
         if once.min_us <= 0:
             raise AssertionError(f"{name} found no time to pass while work was done")
-        # The minimum is what a neighbour can least disturb; 2 is the truth, 1 would be a clock that measures nothing.
+        # Other processes disturb the minimum least; the true ratio is 2, and 1 would mean that it measures nothing.
         if not 1.3 < twice.min_us / once.min_us < 3:
             raise AssertionError(f"{name}: twice the work took {twice.min_us / once.min_us:.2f} times as long, not 2")
 
 
 def assert_known_workload(clock: Clock = SYSTEM_CLOCK) -> None:
-    """Check that matrix products of known cost take times that a processor can have taken.
+    """Check that matrix products of known cost take plausible times.
 
     A product of twice the size costs eight times as much, and one core computes between 10 MFLOP/s and 10 TFLOP/s.
 
@@ -258,7 +258,7 @@ def assert_trustworthy(clock: Clock = SYSTEM_CLOCK, attempts: int = 5) -> None:
     """Both checks above. A busy machine may fail one of them by chance, so each may be tried several times.
 
     Raises:
-        AssertionError: that of the last attempt.
+        AssertionError: the error of the last attempt.
     """
     for check in (assert_timer_sane, assert_known_workload):
         for attempt in range(attempts):

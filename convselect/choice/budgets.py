@@ -13,7 +13,7 @@ from convselect.machine import memory
 
 NATIVE = "native"
 ASKED_FROM_BYTES = 16 * 2**20
-"""Workspaces up to this size are had from anywhere: how much memory is free is asked (50 us) only for larger ones."""
+"""Workspaces up to this size are always allowed; only for larger ones the free memory is looked up (50 us)."""
 
 
 class Shortage(str):
@@ -56,7 +56,7 @@ def over_budget(algorithm: Algorithm, problem: ConvProblem, settings: Settings) 
 def _shortage(name: str, needed: int, device: str, settings: Settings) -> str | None:
     share = settings.workspace_share
     if settings.batch_invariant:
-        # What is free differs from call to call: choices would, too. What there is does not.
+        # Free memory differs from call to call, and so would choices; total memory does not.
         total = memory.total_bytes(device)
         if total is None or needed <= share * total:
             return None
@@ -75,8 +75,8 @@ def _mib(size: int) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def is_disabled(name: str, disabled: tuple[str, ...]) -> bool:
-    """Whether an algorithm is switched off: by its name, or by a beginning that ends where a number or another word
-    begins ("winograd" all of winograd2 to winograd7, "fft" fft and fft_tiled). Native never is."""
+    """Whether an algorithm is switched off: by its name, or by the part of it before a number or before another word
+    ("winograd": all of winograd2 to winograd7; "fft": fft and fft_tiled). Native never is."""
     return name != NATIVE and any(
         name == start or (name.startswith(start) and (name[len(start)] == "_" or name[len(start)].isdigit()))
         for start in disabled
@@ -85,7 +85,7 @@ def is_disabled(name: str, disabled: tuple[str, ...]) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def check_disabled(disabled: tuple[str, ...], names: tuple[str, ...]) -> None:
-    """Warn, once, of what is to be disabled and is no algorithm, with the names nearest to it."""
+    """Warn once about disabled names that are no algorithms, with the most similar names."""
     wrong = []
     families = {name.rstrip("0123456789") for name in names}
     for start in disabled:

@@ -1,5 +1,5 @@
-"""problem -> Choice. Pure: candidates, store and predictor come in as arguments, so that recorded measurements can be
-replayed through exactly this code."""
+"""Choose an algorithm for a problem. Pure functions: candidates, store and predictor are arguments, so that recorded
+measurements can be replayed through exactly this code."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ NOMINATION_LEAST = -0.15
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One algorithm for one problem, and where it came from.
+    """One algorithm for one problem, and the source of this choice.
 
     Attributes:
-        source: "forced", "memory" (a graph names it), "store", "model", "fallback", or "verify" or "measure", which
-            found it out here.
-        predicted_gain: how many times faster than native the model expects this to be, or calls have shown it to be;
-            1.0 for native, None if neither was asked.
+        source: "forced", "memory" (a graph names it), "store", "model", "fallback", or "verify" or "measure" (timed in
+            this process).
+        predicted_gain: speed relative to native, as the model predicts or as timed calls have shown; 1.0 for native,
+            None if there was neither.
         probability: the model's probability for this algorithm; None unless the model was asked.
         memory_limited: whether something ranked higher was left out only because too little memory was free. That is
             usually temporary, so such a choice is not stored.
-        per_image: the settings, if they ask that each image of a batch is computed as if it were alone; None otherwise.
+        per_image: the settings, if under them each image of a batch is computed as if it were alone; None otherwise.
     """
 
     algorithm: str
@@ -48,7 +48,7 @@ class Choice:
 
 
 class Prediction(Protocol):
-    """What a predictor says about one problem. `ranked` has every name it knows, best first; native is kept unless the
+    """A predictor's result for one problem. `ranked` has every name it knows, best first; native is kept unless the
     predicted ln(t_native / t) is above `margin`."""
 
     ranked: Sequence[str]
@@ -66,8 +66,8 @@ def forced(problem: ConvProblem, name: str, algorithms: Mapping[str, Algorithm])
     """The algorithm of this name, or an error.
 
     Raises:
-        ValueError: no algorithm has this name.
-        NotApplicable: it cannot do this problem; the message is its `why_not` sentence.
+        ValueError: if no algorithm has this name.
+        NotApplicable: if it cannot do this problem; the message is its `why_not` sentence.
     """
     algorithm = algorithms.get(name)
     if algorithm is None:
@@ -83,7 +83,7 @@ def _unknown(policy: str, algorithms: Mapping[str, Algorithm]) -> ValueError:
 
 
 def check_policy(policy: str) -> None:
-    """Raises ValueError unless `policy` is one that chooses or the name of an algorithm."""
+    """Raises ValueError if `policy` is neither a policy that chooses nor the name of an algorithm."""
     if policy not in CHOOSING and policy not in BY_NAME:
         raise _unknown(policy, BY_NAME)
 
@@ -100,11 +100,11 @@ def choose(
 
     Masking comes after ranking: the model ranks all names it knows; those that are unknown here, do not apply, are
     disabled or over a budget are dropped; the first that is left is taken if its predicted gain over native exceeds the
-    prediction's margin. A policy that names an algorithm is obeyed whatever is disabled and whatever the budgets say.
+    prediction's margin. A policy that names an algorithm overrides disabled algorithms and budgets.
 
     Args:
         algorithms: name -> algorithm; must hold "native".
-        store: returns what an earlier process chose for this very problem, or None.
+        store: returns an earlier process's choice for exactly this problem, or None.
         predictor: the model; None if there is none.
 
     Raises:
@@ -116,7 +116,7 @@ def choose(
         check_disabled(settings.disabled, tuple(algorithms))
     memory_limited = False
     found = store(problem) if store is not None else None
-    # A stored choice may name an algorithm that has gone, or that today's budgets do not admit.
+    # A stored choice may name an algorithm that no longer exists, or that the current budgets do not admit.
     if found is not None and found.algorithm in algorithms:
         reason = refusal(algorithms[found.algorithm], problem, settings)
         if reason is None:
@@ -146,14 +146,14 @@ def nominees(
 ) -> list[str]:
     """The algorithms that are worth a trial against native, best predicted first: at most `NOMINATED`, near the best.
 
-    The margin does not count here: it guards against predictions that nobody checks.
+    The margin does not count here: it guards against predictions that are not checked by timing.
     """
     found: list[str] = []
     least = NOMINATION_LEAST
     for name in prediction.ranked:
         log_gain = prediction.log_gain(name)
         if log_gain < least or len(found) == NOMINATED:
-            break  # ranked: and asking the rest whether they apply would cost more than the prediction did
+            break  # ranked; checking whether the others apply would cost more than the prediction did
         if name != NATIVE and name in algorithms and refusal(algorithms[name], problem, settings) is None:
             least = max(least, log_gain - NOMINATION_GAP) if not found else least
             found.append(name)

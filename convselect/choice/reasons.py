@@ -11,7 +11,7 @@ from convselect.choice.choose import NATIVE, Choice, Prediction
 from convselect.kernels.pool import ALL
 
 SHOWN = ("verify", "measure", "store")
-"""Sources of choices that somebody has timed."""
+"""Sources of choices that were made by timing."""
 
 
 def reasons(problem: ConvProblem, choice: Choice, used: Settings, prediction: Prediction | None) -> dict[str, str]:
@@ -56,5 +56,5 @@ def _predicted(name: str, prediction: Prediction | None) -> str:
 
 
 def times(value: float | None) -> str:
-    """A ratio as people write it: "1.73x"; an empty text if there is none."""
+    """A ratio as text, "1.73x"; "" for None."""
     return "" if value is None else f"{value:.2f}x"

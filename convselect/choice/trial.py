@@ -1,24 +1,24 @@
-"""A trial: native and a model's favourites take turns on real calls until one of them is clearly best.
+"""A trial: native and the model's best candidates take turns on real calls until one of them is clearly best.
 
-Pure: who calls it measures time, so that recorded or invented times can be replayed through exactly these rules.
+No clock is read here: the caller measures time, so that recorded or invented times can be replayed through exactly
+these rules.
 
 A call's algorithm comes from `turn()`, its time goes to `record(...)`. Calls are grouped into rounds in which native
-and every candidate still in the race have one turn each, in random order: a network repeats its layers in a fixed
-order, and a fixed order of ours would always give the same layer to the same algorithm. Only times of one round are
-compared, as g = ln(t_native / t_candidate). From `MIN_ROUNDS` on, with m the median of g and s its robust standard
-error:
+and every remaining candidate have one turn each, in random order: a network repeats its layers in a fixed order, and a
+fixed order of turns would always give the same layer to the same algorithm. Only times of one round are compared, as
+g = ln(t_native / t_candidate). From `MIN_ROUNDS` on, with m the median of g and s its robust standard error:
 
     m + z s < MIN_GAIN        the candidate is out
     m - z s > MIN_GAIN        it is better than native, which then has no more turns; the best of those is taken, once
                               no rival may still beat it
     MAX_ROUNDS                the best median, if it is better than native in the sense above; otherwise native
 
-where z is Student's for the number of rounds at 99 % (2.33 for many): a deviation out of five is not known well.
+Here z is Student's t for the number of rounds at 99 % (2.33 for many), since a deviation from five values is uncertain.
 
-What a trial may cost is bounded as it goes: the sum over all calls of (time - native's time), machinery included, stays
-below `ALLOWANCE` calls of native and `SHARE` of native's time so far. When that is spent, native runs until it is
-repaid; a candidate that gains pays for others; a debt beyond `ABANDON` calls ends the trial. A candidate is out after a
-first call beyond `COLD_DROP`, or a second beyond `WARM_DROP` times native's time.
+The cost of a trial is bounded at all times: the sum over all calls of (time - native's time), including the trial's own
+overhead, stays below `ALLOWANCE` calls of native and `SHARE` of native's time so far. When that is spent, native runs
+until it is repaid; gains of a fast candidate pay for others; a debt beyond `ABANDON` calls ends the trial. A candidate
+is out after a first call beyond `COLD_DROP`, or a second beyond `WARM_DROP` times native's time.
 """
 
 from __future__ import annotations
@@ -34,37 +34,37 @@ NATIVE = "native"
 
 MIN_ROUNDS, MAX_ROUNDS = 5, 24
 RIVAL_ROUNDS = 12
-"""After this many rounds it no longer matters which of two that are better than native is the better one."""
+"""After this many rounds two candidates that are both better than native are not compared any further."""
 MIN_GAIN = 0.02
-"""ln(t_native / t) from which leaving native is worth it."""
+"""Least ln(t_native / t) for which leaving native is worth it."""
 Z = (3.75, 3.36, 3.14, 3.0, 2.9, 2.82, 2.76, 2.72, 2.68, 2.65, 2.62, 2.6, 2.58, 2.57, 2.55, 2.54, 2.53, 2.52, 2.51, 2.5)
 """Student's t at 99 % for MIN_ROUNDS to MAX_ROUNDS samples."""
 NOISE_FLOOR = 0.01
-"""Least standard deviation of a round's g that is believed: a few rounds agree by chance."""
+"""Lower bound on the assumed standard deviation of a round's g: a few rounds may agree by chance."""
 COLD_DROP, WARM_DROP = 4.0, 2.5
 COLD_US = 200.0
-"""What a first call may take for itself: a library is loaded, threads start, pages are touched for the first time."""
+"""Extra time allowed for a first call: a library is loaded, threads start, pages are touched for the first time."""
 ALLOWANCE, SHARE = 3.0, 0.01
 ABANDON = 6.0
-"""Calls of native's time: a debt beyond that, with a candidate just out, ends the trial instead of being paid back."""
+"""In calls of native: a larger debt, when a candidate has just been dropped, ends the trial instead of being repaid."""
 MACHINERY_US = 8.0
-"""What a turn costs beyond the convolution, about."""
+"""About the cost of a turn beyond the convolution."""
 OUTLIER = 3.0
-"""A call that takes this many times its algorithm's median was interrupted; that much of it is charged, and no more."""
+"""A call that takes longer than this many times its algorithm's median was interrupted; at most this is charged."""
 NATIVE_FIRST = 3
-"""Calls of native before anything else: its first is cold, and the next two are what others are held to."""
+"""Calls of native before anything else: its first is cold, and candidates are first compared with the next two."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a trial found.
+    """The result of a trial.
 
     Attributes:
         algorithm: the one to use from now on.
-        gain: its speed in times native's, the median over rounds; 1 for native.
-        rounds: that it is based on.
+        gain: its speed relative to native, the median over rounds; 1 for native.
+        rounds: rounds on which the result is based.
         reason: one sentence.
-        cut_short: whether it was ended for its cost, without a comparison to speak of.
+        cut_short: whether the trial was ended for its cost, without a meaningful comparison.
     """
 
     algorithm: str
@@ -79,9 +79,9 @@ class Trial:
 
     Args:
         candidates: names, the most promising first; without native.
-        cost_us: what leaving native costs per call apart from the algorithm, such as the plan that dispatches to it.
-        seed: of the orders.
-        machinery_us: what a turn costs beyond the convolution.
+        cost_us: overhead per call of leaving native, such as that of the plan that dispatches to the algorithm.
+        seed: random seed of the orders.
+        machinery_us: overhead of a turn beyond the convolution.
     """
 
     __slots__ = (
@@ -96,7 +96,7 @@ class Trial:
         self.calls = 0
         """Calls seen, timed or not."""
         self.turns = 0
-        """Calls that were somebody's turn."""
+        """Calls that were an algorithm's turn."""
         self.outcome: Outcome | None = None
         self._cost_us = cost_us
         self._machinery_us = machinery_us
@@ -105,7 +105,7 @@ class Trial:
         self._random: random.Random | None = None  # seeding costs 10 us
         self._order: list[str] = [NATIVE] * NATIVE_FIRST
         self._warm_us: dict[str, list[float]] = {}
-        """Algorithm -> times of its turns without the first, ascending."""
+        """Algorithm -> times of its turns except the first, ascending."""
         self._proven = False
         """Whether the leader is better than native, so that only rivals are still compared."""
         self._this_round: dict[str, float] = {}
@@ -129,7 +129,7 @@ class Trial:
         return self._excess_us
 
     def turn(self) -> str | None:
-        """Who runs the call at hand and is to be timed; None: native runs, untimed, to pay for what was spent."""
+        """The algorithm that runs this call and is timed; None: native runs, untimed, to repay the trial's cost."""
         self.calls += 1
         while not self._order:
             self._next_order()
@@ -146,17 +146,17 @@ class Trial:
         return name not in self._warm_us
 
     def charge(self, us: float) -> None:
-        """So much time went into a call beyond what it took anyway."""
+        """Add time that a call took beyond what it would have taken without the trial."""
         self._excess_us += us
 
     def postpone(self, name: str) -> None:
-        """What `turn()` said cannot run now; it is asked again."""
+        """The algorithm that `turn()` returned cannot run now; it gets a turn later."""
         if name == NATIVE or name in self.live:
             self._order.append(name)
             self.turns -= 1
 
     def _next_order(self) -> None:
-        """The next round, in random order; a candidate that has not run yet has its cold call before that."""
+        """Start the next round, in random order; a candidate that has not run yet has its cold call before that."""
         cold = [name for name in self.live if name not in self._warm_us]
         if cold:
             self._order = [cold[0]]
@@ -168,7 +168,7 @@ class Trial:
         self._random.shuffle(self._order)
 
     def record(self, name: str, us: float) -> None:
-        """The call took so long."""
+        """Record the time of a call."""
         if self.outcome is not None:
             return
         warm = self._warm_us.get(name)
@@ -206,11 +206,11 @@ class Trial:
             self._excess_us += min(us, usual) + self._cost_us - native_us
 
     def drop(self, name: str) -> None:
-        """Take a candidate out of the race: it is hopeless, or it failed."""
+        """Remove a candidate: it is hopeless, or it failed."""
         if name not in self.live:
             return
         self.live.remove(name)
-        self._proven = False  # it may have been the one that was
+        self._proven = False  # it may have been the one that was proven better
         self._order = [other for other in self._order if other != name]
         self._this_round.pop(name, None)
         native_us = self.native_us
@@ -272,7 +272,7 @@ class Trial:
         """The fastest candidate: by its gain over native, and if native is out already, by the rounds since."""
         leader = max(self.live, key=lambda name: self.gain(name)[0])
         for rival in self.live if self._proven else ():
-            # One that was never shown to beat native must not win by beating who was.
+            # A candidate that was never shown to beat native must not win by beating one that was.
             middle, error = self.gain(rival)
             if rival != leader and middle - Z[0] * error > MIN_GAIN and self.gain(rival, over=leader)[0] > 0:
                 leader = rival
@@ -289,9 +289,9 @@ def _middle(ascending: Sequence[float]) -> float:
 
 
 def replay(trial: Trial, time_us: Callable[[str], float], calls: int) -> float:
-    """Total time of `calls` calls in us: those of the trial by its rules, with its machinery and the comparison of each
-    candidate's first result with native's, then those of whatever it settled on. `time_us(algorithm)` says what one
-    call takes."""
+    """Total time of `calls` calls in us: first those of the trial, with its overhead and the comparison of each
+    candidate's first result with native's, then those of the algorithm it settled on. `time_us(algorithm)` returns the
+    time of one call."""
     total = 0.0
     for _ in range(calls):
         if trial.outcome is not None:

@@ -1,4 +1,4 @@
-"""What the commands share: options, tables, and how errors end them. Imports rich only where something is drawn."""
+"""Shared parts of the commands: options, tables, and the handling of errors. Imports rich only to draw something."""
 
 import contextlib
 import json
@@ -26,14 +26,15 @@ MallocTuning = Annotated[
 
 
 def refuse(command: str, error: object) -> typer.Exit:
-    """To be raised: says in one line why the command cannot do that; exit status 2."""
+    """An exception to raise, after printing in one line why the command cannot do this; exit status 2."""
     typer.echo(f"convselect {command}: {error}", err=True)
     return typer.Exit(2)
 
 
 @contextlib.contextmanager
 def refusing(command: str, *errors: type[Exception], files: bool = True) -> Iterator[None]:
-    """These errors, and with `files` those about values, files and stores, are for the user, in one line."""
+    """Within this context these errors, and with `files` those about values, files and stores, end the command with one
+    line for the user."""
     if files:
         from convselect.store.store import StoreError
 
@@ -72,6 +73,6 @@ def print_table(
 
 
 def say_counts(told: Mapping[str, Any], name: str) -> None:
-    """One line: what this is about, and all its numbers."""
+    """Print one line: the name, and all the numbers."""
     counts = (f"{value} {key.replace('_', ' ')}" for key, value in told.items() if isinstance(value, int))
     typer.echo(f"{name}: {', '.join(counts)}")

@@ -33,7 +33,7 @@ def main() -> None:
 def _formatted(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
-    """convselect's own warnings speak to the user: without the source line they came from."""
+    """Show convselect's own warnings without the source line, since they are addressed to the user."""
     from convselect import ConvselectWarning
 
     if issubclass(category, ConvselectWarning):

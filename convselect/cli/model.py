@@ -151,7 +151,7 @@ def _problems(
 
 @contextlib.contextmanager
 def _runner(workers: int, scheduler: str | None) -> "Iterator[tuple[Runner | None, dict[str, Any]]]":
-    """(where problems are measured, the description of those machines); None: in this process."""
+    """(the runner that measures problems, the description of its machines); the runner is None for this process."""
     from convselect.model import collect as collection
 
     if workers and scheduler:
@@ -166,8 +166,8 @@ def _runner(workers: int, scheduler: str | None) -> "Iterator[tuple[Runner | Non
         raise ValueError("--workers and --scheduler need: pip install 'convselect[workers]'") from None
     with contextlib.ExitStack() as stack:
         if workers:
-            # One thread per worker: what it measures runs on that thread, with torch's own beside it.
-            # Dask would give its workers malloc settings of its own, and times would be of another environment.
+            # One thread per worker: it runs the measured code, with torch's own threads beside it. Dask would set
+            # its own malloc variables for workers, which would be another environment.
             with dask.config.set({"distributed.nanny.pre-spawn-environ": {}}):
                 cluster = LocalCluster(n_workers=workers, threads_per_worker=1, processes=True, dashboard_address=None)
             stack.enter_context(cluster)
@@ -313,7 +313,7 @@ def calibrate(
 
     if malloc_tuning:
         demo.restart_with_tuned_malloc()
-    # What JSON is read by need not wade through a bar.
+    # Programs that read the JSON must not get a progress bar.
     out = console(stderr=as_json)
     with refusing("calibrate", AssertionError), Progress(console=out, disable=not out.is_terminal) as bar:
         task = bar.add_task("timing", total=len(calibration.problems()))

@@ -101,7 +101,7 @@ def _of_model(
 
     from convselect.report import of_model
 
-    try:  # what is wrong with the model itself is told in one line
+    try:  # errors of the model itself are reported in one line
         with torch.inference_mode():
             subject.model.eval()(subject.x)
     except Exception as error:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from convselect.tune.tuning import Outcome, Tuning
 
 TRIALS = 64
-"""Per problem, where no budget is given."""
+"""Programs per problem if no budget is given."""
 
 
 def register(app: typer.Typer) -> None:
@@ -95,7 +95,7 @@ def tune(
     )
     if trials is None and minutes is None:
         trials = TRIALS * len(found)
-    # What is printed beside JSON would spoil it.
+    # Nothing but JSON may be printed.
     console = _console(stderr=as_json)
     interrupted = _searched(search, trials, minutes, console)
     outcomes = _confirmed(search, console, used)
@@ -114,10 +114,10 @@ def tune(
 def problems(
     targets: list[str], input_shape: str | None, directions: str, threads: int
 ) -> "dict[ConvProblem, dict[str, int]]":
-    """Distinct problems -> network -> how often it computes them. Of a list of layers each is a network of its own.
+    """Distinct problems -> network -> how often it computes them. Each layer of a list counts as a separate network.
 
     Raises:
-        DemoError, ValueError, OSError: where a target, a shape or a direction cannot be read.
+        DemoError, ValueError, OSError: if a target, a shape or a direction cannot be read.
     """
     from convselect import Direction
     from convselect.demo import demo
@@ -166,7 +166,7 @@ def _console(*, stderr: bool) -> "Console":
 
 
 def _searched(search: "Tuning", trials: int | None, minutes: float | None, console: "Console") -> bool:
-    """Whether the user interrupted it."""
+    """Run the search; returns whether the user interrupted it."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (
@@ -189,7 +189,8 @@ def _searched(search: "Tuning", trials: int | None, minutes: float | None, conso
 
 
 def state(search: "Tuning") -> str:
-    """How far it is, in one line: latency now and without tuning, and what another round each is hoped to gain."""
+    """The state of a search in one line: latency now and without tuning, and the expected gain of one more round for
+    each problem."""
     now, before = search.latency_us, search.default_latency_us
     if not math.isfinite(now):
         return "first times"
@@ -199,7 +200,7 @@ def state(search: "Tuning") -> str:
 
 
 def _confirmed(search: "Tuning", console: "Console", used: "Settings") -> "list[Outcome]":
-    """The last comparison of every problem, kept at once. A second interruption ends it."""
+    """The final comparison of every problem; each result is stored at once. A second interruption ends it."""
     from rich.progress import track
 
     from convselect.tune import tuning

@@ -1,8 +1,8 @@
 """The demonstration: what is chosen for real networks, how far from float64 the results are, and how long it takes.
 
-The baseline is an unconverted copy of the model with its plain `nn.Conv2d` layers, not a converted one told to run
-natively: that would charge the baseline for convselect's own bookkeeping. Nothing is timed before its results were
-compared with the same model in float64. Numbers are printed as they come out, slower ones too.
+The baseline is an unconverted copy of the model with its plain `nn.Conv2d` layers, not a converted one that runs
+natively: that would charge the baseline for convselect's own bookkeeping. Results are compared with the same model in
+float64 before anything is timed. All numbers are printed, including slow-downs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class DemoError(Exception):
 
 
 class Subject(NamedTuple):
-    """A network and what it is fed."""
+    """A network and its input."""
 
     name: str
     model: nn.Module
@@ -171,7 +171,7 @@ def _gradient_errors(native: nn.Module, converted: nn.Module, exact: nn.Module) 
             raise RuntimeError(f"different parameters got gradients: {sorted(side.keys() ^ sides[2].keys())}")
     exact_grads = sides[2]
     whole = [distance(side.values(), (exact_grads[n] for n in side)) for side in sides[:2]]
-    # A gradient that vanishes in exact arithmetic (a bias before batch normalisation) is all rounding on both sides.
+    # A gradient that is zero in exact arithmetic (a bias before batch normalisation) is only rounding on both sides.
     norms = {n: float(g.norm()) for n, g in exact_grads.items()}
     floor = 1e-6 * max(norms.values())
     worst = [max(distance([side[n]], [exact_grads[n]]) for n in norms if norms[n] >= floor) for side in sides[:2]]
@@ -200,7 +200,7 @@ def _speed(mode: str, times: Times) -> Speed:
 
 @contextmanager
 def _blaming(subject: Subject, doing: str) -> Iterator[None]:
-    """Failures of the unconverted model reach the user as one line; convselect's own keep their traceback."""
+    """Report failures of the unconverted model in one line; convselect's own failures keep their traceback."""
     try:
         yield
     except Exception as error:
@@ -217,7 +217,7 @@ def run_model(subject: Subject, seconds: float, on_stage: Callable[[str, float],
     x = subject.x
     native = convselect.revert(copy.deepcopy(subject.model).eval())
     converted = convselect.convert(copy.deepcopy(native))
-    # What was measured before is of other models.
+    # Earlier measurements belong to other models.
     conversion = str(dataclasses.replace(convselect.summary(converted), on_trial=(), measured=()))
 
     on_stage("comparing with float64", 0.0)
@@ -276,11 +276,11 @@ def run_demo(
     quick: bool = False,
     console: Console | None = None,
 ) -> dict[str, Any]:
-    """Run everything and print it; returns the same as JSON's types: {"environment": ..., "models": [...]}.
+    """Run everything and print it; returns the same as JSON types: {"environment": ..., "models": [...]}.
 
     Args:
         models: names from `architectures.ARCHITECTURES`; default: `DEFAULT_MODELS`, or none if there is a `user_model`.
-        seconds: for all timing together; comparing with float64 comes on top.
+        seconds: time for all timing together, without the comparison with float64.
         threads: for PyTorch, while this runs.
         quick: tiny images.
 
@@ -301,7 +301,7 @@ def run_demo(
         show.print_environment(console, env)
         bar = show.StageBar(console, [name for name, _ in makers])
         results = []
-        # What the model says, from the first call on: trials on real calls would last for half of the timing.
+        # Use the model's choices from the first call on: trials on real calls would last for half of the timing.
         with bar.progress, convselect.use() as used, convselect.use("auto" if used.chooses else None):
             for index, (name, make) in enumerate(makers):
                 on_stage = functools.partial(bar.stage, index, name)
@@ -315,10 +315,11 @@ def run_demo(
 
 
 def restart_with_tuned_malloc() -> None:
-    """Replace this process by itself with malloc told to keep freed memory, unless told already or not under glibc.
+    """Restart this process with malloc variables that make glibc keep freed memory, unless they are set already or the
+    system does not use glibc.
 
-    glibc reads these variables once, at start. Variables the user set are left as they are; they are never all
-    missing twice, so this happens once.
+    glibc reads these variables once, at start. Variables that the user set are left unchanged. After the restart none
+    is missing, so this happens only once.
     """
     missing = {name: value for name, value in _TUNED_MALLOC.items() if name not in os.environ}
     if platform.libc_ver()[0] != "glibc" or not missing or not Path(sys.executable).exists():

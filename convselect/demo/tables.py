@@ -1,4 +1,4 @@
-"""What the demonstration found, as data, as tables and as a progress bar. Needs rich."""
+"""The demonstration's results as data and as tables, and its progress bar. Needs rich."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class ModelResult:
 
 
 def plain(result: ModelResult) -> dict[str, Any]:
-    """A result as JSON's types."""
+    """A result as JSON types."""
     values = asdict(result)
     for speed, plain_speed in zip(result.speeds, values["speeds"], strict=True):
         plain_speed["ratio"] = speed.ratio._asdict()
@@ -97,7 +97,7 @@ def _table(title: str, *headings: str, numbers: Sequence[str] = ()) -> Table:
 
 
 def print_choices(console: Console, result: ModelResult) -> None:
-    """One row per problem and answer: directions that got the same answer share it."""
+    """Print one row per problem and choice: directions with the same choice share a row."""
     shape = "x".join(map(str, result.input_shape))
     title = f"{result.name}, input {shape}: what runs where"
     table = _table(title, "layers", "problem", "directions", "algorithm", "source", numbers=("predicted gain",))

@@ -1,4 +1,4 @@
-"""What the algorithms of `csrc/` have in common: one kernel computes all three directions, and adds the bias."""
+"""Base class of the algorithms of `csrc/`: one C kernel computes all three directions, and adds the bias."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from convselect.kernels._tuning import in_order, in_slots
 
 
 def why_not_in_c(what: str, problem: ConvProblem) -> str | None:
-    """Why no kernel of the C library computes on this device, in this element type or at all: a sentence about `what`,
-    None if one may."""
+    """A sentence about `what` if the C kernels cannot compute this problem (wrong device or element type, or no
+    library); None if they may."""
     if problem.device != "cpu":
         return f"{what} runs on CPUs; this problem is on {problem.device}."
     if problem.dtype == "float64":
@@ -23,10 +23,10 @@ def why_not_in_c(what: str, problem: ConvProblem) -> str | None:
 
 
 class CAlgorithm(Algorithm):
-    """One kernel of the C library; if it does not compute a problem, PyTorch's operations may (`_without_c`)."""
+    """One kernel of the C library; problems that it cannot compute may run in PyTorch operations (`_without_c`)."""
 
     kernel: str
-    """The kernel's name in csrc/kernels.h; its scratch memory is asked of the function `<kernel>_bytes`."""
+    """The kernel's name in csrc/kernels.h; the function `<kernel>_bytes` returns the size of its scratch memory."""
     slots: tuple[str, ...]
     """Parameters in the order of the kernel's slots of `cs_conv.tune`: csrc/convselect.h."""
     before: tuple[int, ...] = ()
@@ -46,7 +46,7 @@ class CAlgorithm(Algorithm):
         return in_slots(self, problem, params, self.slots)
 
     def batch_invariant(self, problem: ConvProblem) -> bool:
-        return self._in_c(problem) is not None  # each result is summed in an order that its place in the image decides
+        return self._in_c(problem) is not None  # a result's place in its image alone decides the order of its sum
 
     def workspace_bytes(self, problem: ConvProblem, params: Params = None) -> int:
         before = self._in_c(problem, params)

@@ -26,7 +26,7 @@ def memory_format(problem: ConvProblem) -> torch.memory_format:
 
 
 def why_not_depthwise(what: str, problem: ConvProblem) -> str | None:
-    """Why `what`, an algorithm for depthwise convolutions, does not apply: a sentence, None if it does."""
+    """A sentence why `what`, an algorithm for depthwise convolutions, does not apply; None if it does."""
     if problem.is_depthwise:
         return None
     return f"{what} needs one input channel per group and several groups; this is not a depthwise convolution."

@@ -1,5 +1,5 @@
-"""What every algorithm in the pool promises. A new algorithm is one file that implements this and one line in
-`kernels/pool.py`; dispatch, tests, collector and benchmarks find it from there."""
+"""The interface of every algorithm in the pool. To add an algorithm, write one file that implements it and add one line
+to `kernels/pool.py`; dispatch, tests, collector and benchmarks find it there."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Grade(enum.IntEnum):
     gradient, which is a sum over the batch and all pixels, may have twice the error.
     """
 
-    DIRECT = 0  # a direct sum in whatever order, or as good as one: at most 2.5e-6
+    DIRECT = 0  # a direct sum in any order, or an algorithm that rounds as little: at most 2.5e-6
     CLOSE = 1  # at most 1e-5
     LOOSE = 2  # at most 2e-5
 
@@ -48,19 +48,19 @@ class Algorithm(ABC):
     name: str
     """Stored on disk: never changes."""
     revision: int = 1
-    """Goes up when the implementation changes enough that old measurements no longer speak for it."""
+    """Raise it when the implementation changes so much that old measurements are no longer valid."""
     automatic: bool = True
     """False: runs only when forced by name (the reference)."""
     devices: frozenset[str] = frozenset({"cpu"})
-    """Kinds of device that it has an implementation for; `why_not` says so as well, with a reason."""
+    """Kinds of device that it has an implementation for; `why_not` gives the reason for others."""
     spreads_nonfinite: bool = False
     """True if one NaN or infinity in an activation reaches results that a direct sum would leave finite
-    (transform methods). Dispatch then checks the result and hands such a call to native. (Infinite weights are no
-    measure: whether a weight that meets only padding gives 0 * inf differs between instruction sets in native.)"""
+    (transform methods). Dispatch then checks the result and hands such a call to native. (Infinite weights do not
+    count: whether a weight that meets only padding gives 0 * inf differs between instruction sets even in native.)"""
 
     may_be_unready: bool = False
-    """Whether `ready` has to be asked before each automatic call: something may have to be compiled first, or a switch
-    of the process may stand against it. False saves a cached call the question."""
+    """Whether `ready` has to be asked before each automatic call: something may have to be compiled first, or a
+    process-wide switch may rule the algorithm out. False saves a cached call the question."""
 
     @abstractmethod
     def why_not(self, problem: ConvProblem) -> str | None:
@@ -68,27 +68,27 @@ class Algorithm(ABC):
         requirement first: 'Winograd needs stride 1; this convolution has stride 2x2.'"""
 
     def same_as_native(self, problem: ConvProblem) -> str | None:
-        """One sentence, of the same form, if this algorithm applies but would do just what native does; automatic
-        choice and the collector then pass it over, while a forced request still runs."""
+        """One sentence, of the same form, if this algorithm applies but would do just what native does; otherwise None.
+        Automatic choice and the collector then skip it, while a forced request still runs."""
         return None
 
     @abstractmethod
     def workspace_bytes(self, problem: ConvProblem, params: Params = None) -> int:
-        """Upper bound on the peak of extra memory, in bytes, beyond operands and result, that `run` takes with `params`
-        (which are not checked; a bound may hold for all of them)."""
+        """Upper bound on the peak memory of `run` with `params`, in bytes, without operands and result. `params` are
+        not checked; one bound may hold for all of them."""
 
     @abstractmethod
     def error_grade(self, problem: ConvProblem) -> Grade: ...
 
     def deterministic(self, problem: ConvProblem) -> bool:
         """Whether two runs on the same operands, with the same number of threads, give the same bits; a test runs every
-        algorithm several times. One that does not is refused if PyTorch is told to be deterministic."""
+        algorithm several times. Others are refused if PyTorch's deterministic algorithms are switched on."""
         return True
 
     def batch_invariant(self, problem: ConvProblem) -> bool:
-        """Whether each image of a batch gets, to the last bit, the result it has alone, in the forward direction and
-        that of grad-input. Only where a test has shown it; elsewhere a batch that has to be invariant is computed image
-        by image."""
+        """Whether each image of a batch gets bit for bit the result that it gets alone, in the forward direction and
+        in that of grad-input. True only if a test has shown it; otherwise a batch that has to be invariant is computed
+        image by image."""
         return False
 
     @abstractmethod
@@ -104,12 +104,13 @@ class Algorithm(ABC):
         """grad_weight, shaped (K, C/groups, R, S)."""
 
     def space(self, problem: ConvProblem) -> Space | None:
-        """What `params` may be on this problem; None if there is nothing to decide. `params=None` is its default."""
+        """The values that `params` may take on this problem; None if there are no parameters. `params=None` means the
+        default of the space."""
         return None
 
     def ready(self, problem: ConvProblem, params: Params = None) -> bool:
         """Whether a call would run at once; asked only if `may_be_unready`. If something has to be compiled first, this
-        starts it elsewhere and says no; an automatic choice then runs native. Never waits."""
+        starts compiling in the background and returns False; an automatic choice then runs native. Never waits."""
         return True
 
     def run(self, a: Tensor, b: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
@@ -124,9 +125,9 @@ class Algorithm(ABC):
         self, a: Tensor, b: Tensor, problem: ConvProblem, params: Params = None, bias: Tensor | None = None
     ) -> Tensor | None:
         """What dispatch calls: `run`, plus `bias` (K,) in the forward direction. None if `spreads_nonfinite` and the
-        result holds an infinity or a NaN, so that native has to say where it belongs.
+        result holds an infinity or a NaN; the call then has to run native instead.
 
-        Algorithms that add the bias, or check, on the way override this; here each is one more pass over the result.
+        Algorithms whose kernels add the bias or do the check override this; here each is one more pass over the result.
         """
         result = self.run(a, b, problem, params)
         if self.spreads_nonfinite and not is_finite(result):
@@ -138,8 +139,8 @@ class Algorithm(ABC):
 
 
 def is_finite(t: Tensor) -> bool:
-    """Whether everything is finite, by one sum; a sum that overflows merely costs a native run. On a GPU the answer
-    would cost a synchronisation: there the difference stays."""
+    """Whether all values are finite, by one sum; a sum that overflows merely costs a native run. Always True on a GPU,
+    which would have to synchronise to answer: there infinities and NaNs may spread further than in native."""
     if not t.is_cpu:
         return True
     return math.isfinite(t.sum(dtype=torch.float32 if t.element_size() == 2 else None).item())

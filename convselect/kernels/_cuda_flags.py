@@ -19,7 +19,8 @@ _lock = threading.RLock()
 
 @contextlib.contextmanager
 def held(read: Callable[[], bool], write: Callable[[bool], object], value: bool) -> Iterator[None]:
-    """Within this context the flag has this value, then its old one again. No other thread changes it through here."""
+    """Within this context the flag has this value; afterwards its old one is restored. Other threads that change the
+    flag through this function wait meanwhile."""
     with _lock:
         before = read()
         if before == value:
@@ -43,7 +44,7 @@ def cudnn_enabled(value: bool) -> contextlib.AbstractContextManager[None]:
 
 
 def deterministic() -> bool:
-    """Whether cuDNN is told to be deterministic, whatever deterministic algorithms are in general."""
+    """cuDNN's own `deterministic` switch, without PyTorch's general one for deterministic algorithms."""
     return bool(torch._C._get_cudnn_deterministic())
 
 

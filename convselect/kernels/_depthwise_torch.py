@@ -1,15 +1,15 @@
 """`depthwise` without the C library: native calls that oneDNN computes with its fast depthwise kernel.
 
 oneDNN's vectorised depthwise kernel declines zero padding wider than its register block (4 columns with AVX2, 6 with
-AVX-512, 3 before), and the fallback is 15-40 times slower. Every direction is therefore posed as a *forward*
-depthwise convolution with at most three columns of implicit padding, the rest written out as zeros:
+AVX-512, 3 before), and the fallback is 15-40 times slower. Every direction is therefore rewritten as a *forward*
+depthwise convolution with at most three columns of implicit padding; the rest of the padding is written out as zeros:
 
     forward          y = x * w
     backward data    grad_x = grad_y * flip(w), padded by extent - 1 - pad, at unit stride
     backward weight  grad_w[c, r, s] = sum over n of (x[n, c] * grad_y[n, c])[r, s]: every image and channel is a group,
                      grad_y is the kernel, stride and dilation change places
 
-A channel multiplier K / C > 1 is one call per multiplier, as the fast kernel wants as many outputs as groups. Sources:
+A channel multiplier K / C > 1 takes K / C calls, since the fast kernel needs as many outputs as groups. Sources:
 the definition of the convolution's gradients; oneDNN's `jit_uni_dw_conv` conditions on `l_pad` and `r_pad`.
 16-bit operands are computed in float32 and rounded once.
 """
@@ -29,14 +29,14 @@ IMPLICIT_PADDING = 3
 
 # The weight gradient adds up a kernel's whole area in one float32 register; larger outputs are cut into bands of rows.
 _SUMMED_IN_A_ROW = 4096
-# Up to here the channels_last kernel is as fast as the contiguous one, and a conversion would cost more than it saves.
+# Up to this size the channels_last kernel is as fast as the contiguous one, and converting costs more than it saves.
 _CHANNELS_LAST_EXTENT = 9
 
 Pads = tuple[int, int, int, int]  # top, bottom, left, right; negative: cut off
 
 
 def _split(pads: Pads) -> tuple[tuple[int, int], list[int] | None]:
-    """Padding to leave to the convolution, and padding for `F.pad` to write out (None: none)."""
+    """Padding to leave to the convolution, and padding for `F.pad` to write out (None if there is none)."""
     top, bottom, left, right = pads
     implicit_h = max(0, min(top, bottom, IMPLICIT_PADDING))
     implicit_w = max(0, min(left, right, IMPLICIT_PADDING))
@@ -67,20 +67,20 @@ def _band_rows(p: ConvProblem) -> int:
 
 
 def _band_height(p: ConvProblem, rows: int) -> int:
-    """Padded rows of x that `rows` rows of y are made of."""
+    """Padded rows of x that `rows` rows of y depend on."""
     return (rows - 1) * p.stride_h + p.kernel_extent[0]
 
 
 def _call_elements(images: int, channels: int, area: int, taps: int, out: int) -> int:
-    """Elements that one convolution call may allocate inside: everything again in oneDNN's channel-blocked layout."""
+    """Elements that one convolution call may allocate: a copy of everything in oneDNN's channel-blocked layout."""
     blocked = -(-channels // 16) * 16
     return images * blocked * (area + out) + 2 * blocked * taps
 
 
 class DepthwiseByNative(Algorithm):
     name = "depthwise"
-    # Whether zero padding meets an infinite *weight* native leaves to the kernel oneDNN picks (it differs between AVX2
-    # and AVX-512); a NaN or infinity in an image stays within the window of its pixel.
+    # Whether zero padding meets an infinite *weight* depends on the kernel that oneDNN picks, in native too (it differs
+    # between AVX2 and AVX-512); a NaN or infinity in an image stays within the window of its pixel.
     spreads_nonfinite = False
 
     def why_not(self, problem: ConvProblem) -> str | None:
@@ -116,9 +116,9 @@ class DepthwiseByNative(Algorithm):
             rows, images = _band_rows(p), p.N * p.C
             height, width = p.H + p.pad_top + p.pad_bottom, p.W + p.pad_left + p.pad_right
             band = height if rows >= p.P else _band_height(p, rows)
-            # What a stride leaves over comes out as further taps.
+            # Rows and columns that the stride does not reach come out as further taps.
             taps = -(-(band - (rows - 1) * p.stride_h) // p.dil_h) * -(-(width - (p.Q - 1) * p.stride_w) // p.dil_w)
-            # x padded, and made dense; grad_y made dense (its layout is not in the problem); a band of each gathered.
+            # Dense copies of x, padded, and of grad_y (its layout is not in the problem); a gathered band of each.
             dense, banded = p.layout == CONTIGUOUS, rows < p.P
             written_out = banded or _split(p.padding)[1] is not None
             total = images * (height * width * (written_out + (not dense)) + p.P * p.Q)
@@ -190,7 +190,7 @@ class DepthwiseByNative(Algorithm):
                 top = first * p.stride_h
                 band = image if total is None else image[:, :, top : top + _band_height(p, kernel.shape[2])]
                 taps = torch.conv2d(band, kernel, None, p.dilation, implicit, p.stride, groups)
-                # Rows and columns that the stride left over come out as further taps.
+                # Rows and columns that the stride does not reach come out as further taps.
                 taps = taps[:, :, : p.R, : p.S].reshape(p.N, p.C, p.R, p.S).sum(0)
                 if total is None:
                     result[m::multiplier, 0] = taps

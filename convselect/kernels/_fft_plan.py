@@ -1,6 +1,6 @@
-"""How a convolution by FFT is cut up: transform lengths, tiles, and the chunks that keep its memory bounded.
+"""How a convolution by FFT is divided: transform lengths, tiles, and the chunks that keep its memory bounded.
 
-`workspace_bytes` and the loops of `fft.py` share the plan, so that the bound speaks of what is really done.
+`workspace_bytes` and the loops of `_fft_torch.py` share the plan, so that the bound matches what is really allocated.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ MAX_TILED_EXTENT = TILES[-1] // 2
 
 # Above 32 MiB glibc gives every allocation fresh pages from the kernel, which costs more than the transforms do.
 SPECTRUM_BYTES = 24 * 2**20
-# Where the weight's spectrum is too large to keep, the image's is kept instead: fewer passes over the weight.
+# If the weight's spectrum is too large to keep, the image's is kept instead: fewer passes over the weight.
 HELD_SPECTRUM_BYTES = 80 * 2**20
 # Kernels of few taps are transformed by two matrix products, which skip the zeros they would be padded with and leave
 # the spectrum in the order that the products per frequency want: half the time of a transform and a transposition.
 MAX_PRUNED_TAPS = 32
-CPU_PIECE_BYTES, GPU_PIECE_BYTES = 2**20, 32 * 2**20  # an L2 cache; enough for a full launch
-GPU_SPECTRUM_BYTES = 128 * 2**20  # fewer, larger launches: neither pages nor caches set a limit there
+CPU_PIECE_BYTES, GPU_PIECE_BYTES = 2**20, 32 * 2**20  # the size of an L2 cache; enough to fill a GPU
+GPU_SPECTRUM_BYTES = 128 * 2**20  # fewer, larger launches: on a GPU neither pages nor caches set a limit
 
 KERNEL_TILES = (16, 24, 32, 48, 64)
 """Tile sides that `csrc/fft.inc` knows."""
@@ -43,7 +43,7 @@ def fast_length(n: int, even: bool = False) -> int:
 
 
 class Axis(NamedTuple):
-    """How one axis is cut: `tiles` transforms of `length`, each yielding `step` results starting at its `skip`-th;
+    """How one axis is divided: `tiles` transforms of `length`, each yielding `step` results from its `skip`-th on;
     the streamed operand starts `lead` elements into the first tile (negative: that many are cut off)."""
 
     length: int
@@ -76,7 +76,7 @@ def _axis(
 class Plan(NamedTuple):
     """Everything about the execution that follows from the problem; `workspace_bytes` and the loops share it.
 
-    `inner` and `outer` are channels per group of the operand that is streamed and of what it becomes (forward and
+    `inner` and `outer` are channels per group of the streamed operand and of the other activation (forward and
     backward weight: C/G and K/G; backward data: K/G and C/G).
     """
 
@@ -130,13 +130,13 @@ def plan_of(p: ConvProblem, tile: int | None) -> Plan:
         inner, outer = outer, inner
     cpu = p.device == "cpu"
     piece_bytes = CPU_PIECE_BYTES if cpu else GPU_PIECE_BYTES
-    # Products of spectra do nothing but move memory: small chunks keep the whole pipeline in cache.
+    # Elementwise products of spectra only move memory: small chunks keep the whole pipeline in cache.
     target = GPU_SPECTRUM_BYTES if not cpu else 2 * piece_bytes if elementwise else SPECTRUM_BYTES
     per_group = max(inner * outer, inner + outer) * plane
     groups = max(1, min(p.groups, target // per_group))
     outer_chunk = outer
     if inner * outer * plane > target:
-        # The streamed operand's spectrum is held while outer channels pass by, or (backward weight) the other way.
+        # The streamed operand's spectrum is kept during the loop over outer channels; in backward weight the other way.
         if not elementwise:
             target = HELD_SPECTRUM_BYTES if cpu else GPU_SPECTRUM_BYTES
         held = target if p.direction == Direction.BACKWARD_WEIGHT else max(target // 4, 2**21)
@@ -159,7 +159,7 @@ def plan_of(p: ConvProblem, tile: int | None) -> Plan:
 @functools.lru_cache(maxsize=1024)
 def tile_side(problem: ConvProblem) -> int:
     """The tile side with the least estimated time. Nanoseconds per element of one spectrum, measured on one core:
-    4 for a transform and its transposition, 0.2 for a multiplication in a matrix product, 1 outside of one."""
+    4 for a transform and its transposition, 0.2 for a multiplication in a matrix product, 1 for any other."""
     p = problem
     best, best_ns = TILES[-1], float("inf")
     for tile in TILES:
@@ -176,7 +176,7 @@ def tile_side(problem: ConvProblem) -> int:
 
 
 def _kernel_axis(length: int, size: int, out: int, extent: int, before: int) -> tuple[int, int]:
-    """(step, tiles) of one axis, as `fft_make_axis` of csrc/fft.inc has it."""
+    """(step, tiles) of one axis, computed as in `fft_make_axis` of csrc/fft.inc."""
     span = out + extent - 1
     wraps = max(out, extent, size + before) <= length and span - length <= before
     step = out if span <= length or wraps else length - extent + 1

@@ -1,6 +1,6 @@
 """The transforms of `fft.py` in PyTorch operations: whole images, and tiles that the C kernel does not compute.
 
-The work is cut into chunks over groups, images, tiles and channels so that spectra stay near
+The work is divided into chunks over groups, images, tiles and channels so that spectra stay near
 `_fft_plan.SPECTRUM_BYTES`, and transforms run in pieces that stay in cache.
 """
 
@@ -33,7 +33,7 @@ def _ranges(total: int, size: int) -> Iterator[slice]:
 
 
 class Engine:
-    """One call: the loops over chunks, and the packing of spectra.
+    """Computes one call: the loops over chunks, and the packing of spectra.
 
     A packed spectrum of `channels` (group-major) and `units` is (bins, groups, channels per group, units) for matrix
     products, bins column by column, and (groups, channels per group, units, bins) for elementwise ones, row by row.
@@ -81,7 +81,7 @@ class Engine:
             yield c, torch.fft.irfft2(z, s=plan.shape).reshape(-1, units, *plan.shape)
 
     def _weight_spectrum(self, weight: Tensor, g: slice, outer: slice, inner: slice, conj: bool) -> Tensor:
-        """Packed spectrum of the weight between these outer and inner channels: (K', C') instead of units."""
+        """Packed spectrum of the weight between these outer and inner channels; it has (K', C') in place of units."""
         p = self.problem
         w = weight.view(p.groups, p.K // p.groups, p.C // p.groups, p.R, p.S)[g]
         w = w[:, inner, outer] if p.direction == Direction.BACKWARD_DATA else w[:, outer, inner]
@@ -99,7 +99,7 @@ class Engine:
         return packed.view(self.plan.bins, -1, k, c)
 
     def _pruned_transform(self, w: Tensor, conj: bool) -> Tensor:
-        """Spectrum (bins, channels) of taps (channels, R, S): first along S, where the input is real, then along R."""
+        """Spectrum (bins, channels) of taps (channels, R, S): first along S, whose input is real, then along R."""
         p, device, (length_h, length_w) = self.problem, str(w.device), self.plan.shape
         columns, sign = length_w // 2 + 1, 1 if conj else -1
         cos, sin = _dft(length_w, columns, p.S, p.dil_w, self.real, device)
@@ -185,7 +185,7 @@ class Engine:
 
     def _stream(self, data: Tensor, g: slice, inner: slice, block: tuple[slice, slice, slice]) -> Tensor:
         """Packed spectrum of one block of the streamed operand's tiles, groups g. `inner` is a part of one group's
-        channels or all of several's: one range of channels either way."""
+        channels, or all channels of several groups: one range of channels either way."""
         plan = self.plan
         n, i, j = block
         channels = slice(g.start * plan.inner + inner.start, (g.stop - 1) * plan.inner + inner.stop)
@@ -193,7 +193,7 @@ class Engine:
         return self._transform(tiles[:, :, i, j], g.stop - g.start, False)
 
     def _store(self, result: Tensor, packed: Tensor, first: int, block: tuple[slice, slice, slice]) -> None:
-        """Write the results of one block of tiles, for channels from `first` on, to where they belong."""
+        """Write the results of one block of tiles, for channels from `first` on, to their places in `result`."""
         rows, cols = self.plan.rows, self.plan.cols
         n, i, j = block
         count = (n.stop - n.start, i.stop - i.start, j.stop - j.start)
@@ -216,7 +216,7 @@ class Engine:
                 stream: Tensor | None = None
                 for outer in _ranges(plan.outer, plan.outer_chunk):
                     product: Tensor | None = None
-                    # At any time one spectrum of each kind is alive: `workspace_bytes` counts on the `del`s.
+                    # Only one spectrum of each kind exists at a time: `workspace_bytes` relies on the `del`s.
                     for inner in _ranges(plan.inner, plan.inner_chunk):
                         if stream is None or plan.inner_chunk < plan.inner:
                             del stream
@@ -240,7 +240,7 @@ class Engine:
         for g in _ranges(p.groups, plan.groups):
             held: Tensor | None = None
             for outer in _ranges(plan.outer, plan.outer_chunk):
-                # A chunk is either part of one group or all of several: one range of channels.
+                # A chunk is either part of one group or several whole groups: one range of channels.
                 channels = slice(g.start * plan.outer + outer.start, (g.stop - 1) * plan.outer + outer.stop)
                 total: Tensor | None = None
                 for n, i, j in self._blocks():

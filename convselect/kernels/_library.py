@@ -1,8 +1,8 @@
 """The C kernels of `csrc/`, loaded through ctypes and called on data pointers.
 
-Without the library (no compiler at installation, or `CONVSELECT_NO_NATIVE=1`) `available()` says no, and algorithms
-compute with PyTorch's operations or say through `why_not` that they do not apply. Loading waits for the first question,
-by which time torch is imported: the library then shares torch's OpenMP threads.
+Without the library (no compiler at installation, or `CONVSELECT_NO_NATIVE=1`) `available()` is False, and algorithms
+compute with PyTorch's operations or say through `why_not` that they do not apply. The library is loaded on first use:
+torch is imported by then, so that the library shares torch's OpenMP threads.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Block(ctypes.Structure):
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The loaded library; None if there is none, it is switched off, or it is of another version of the package.
+    """The loaded library; None if there is none, it is switched off, or it belongs to another version of the package.
 
     `CONVSELECT_LIBRARY` names another build of it, for example one with sanitizers.
     """
@@ -92,7 +92,8 @@ def available() -> bool:
 
 @functools.cache
 def isa() -> int:
-    """The instruction set the kernels are called for: the best there is, but none that torch was told not to use."""
+    """The instruction set for which the kernels are called: the best available one that torch may use (the user can
+    restrict torch)."""
     loaded = library()
     assert loaded is not None
     best: int = loaded.cs_best_isa()
@@ -102,7 +103,7 @@ def isa() -> int:
 
 
 class _Call(NamedTuple):
-    """What calls of one kernel on one problem have in common."""
+    """The part of a call that is the same for every call of a kernel on one problem."""
 
     function: Any
     conv: Any
@@ -114,8 +115,9 @@ class _Call(NamedTuple):
 
 @functools.cache
 def _function(name: str, before: int, pointers: int = 4, result: Any = ctypes.c_int32) -> Any:
-    """A function of the library as an object of its own, whose argument types no other code sets: ints then pass as
-    pointers. It takes a `cs_conv`, `before` integers and `pointers` pointers: a kernel's operands, result, epilogue."""
+    """A function of the library as a separate object, whose argument types no other code sets, so that ints can be
+    passed as pointers. It takes a `cs_conv`, `before` integers and `pointers` pointers: a kernel's operands, result
+    and epilogue."""
     loaded = library()
     assert loaded is not None
     function = loaded[name]
@@ -126,8 +128,8 @@ def _function(name: str, before: int, pointers: int = 4, result: Any = ctypes.c_
 
 
 def _conv(p: ConvProblem, a_layout: str, b_layout: str, threads: int, isa: int, tune: tuple[int, ...] = ()) -> Conv:
-    """The problem with operands in these layouts; a weight gradient is contiguous. `tune`: a kernel's parameters in the
-    order of its slots, 0 for its own choice."""
+    """The problem as a C struct, with operands in these layouts; a weight gradient is contiguous. `tune`: the kernel's
+    parameters in the order of its slots, 0 if the kernel decides."""
     if p.direction == Direction.BACKWARD_WEIGHT:
         layouts = (a_layout, b_layout, CONTIGUOUS)
     else:
@@ -167,7 +169,7 @@ def _prepared(
 def dense(tensor: Tensor, otherwise: str) -> tuple[Tensor, str]:
     """(tensor, layout): the tensor itself if it is dense in NCHW or NHWC order, else a copy in the layout `otherwise`.
 
-    The result holds its values in memory: a lazily negated tensor, or one that is zero by a flag, is copied too.
+    The result's memory holds its values: lazily negated tensors, and tensors that a flag marks as zero, are copied too.
     """
     if tensor.is_neg() or tensor._is_zerotensor():
         tensor = tensor.resolve_neg().clone()
@@ -200,7 +202,7 @@ def _epilogue(
 
 
 def call(*arguments: Any, **options: Any) -> Tensor:
-    """As `call_checked`, but does not tell whether values that are not finite were spread."""
+    """As `call_checked`, but returns only the result, not whether it may be used."""
     return call_checked(*arguments, **options)[0]
 
 
@@ -222,7 +224,7 @@ def call_checked(
         before: integers that the kernel takes ahead of its operands.
         bias, residual, activation: y becomes activation(y + bias + residual); forward only. `bias` is (K,),
             `residual` is shaped like y.
-        tune: the kernel's parameters, in the order of its slots; 0: its own choice.
+        tune: the kernel's parameters, in the order of its slots; 0 if the kernel decides.
 
     Returns:
         The result, in the layout of the streamed operand (for a weight gradient contiguous), and whether it may be
@@ -230,8 +232,8 @@ def call_checked(
 
     Raises:
         MemoryError: if there is not enough scratch memory.
-        NotImplementedError: if the kernel declines, which its `why_not` should have said.
-        ValueError: if a tensor is not what the problem says; the kernel, which sees only pointers, is not called.
+        NotImplementedError: if the kernel declines; its `why_not` should have said so.
+        ValueError: if a tensor does not fit the problem; the kernel, which sees only pointers, is not called then.
     """
     p = problem
     preferred = p.layout if p.layout in LAYOUTS else CONTIGUOUS
@@ -258,8 +260,8 @@ def call_checked(
 
 
 def copied_bytes(problem: ConvProblem) -> int:
-    """Bytes of the dense copies `call` makes of operands in other layouts. A weight gradient's problem does not say in
-    which layout grad_y comes: taken to be dense."""
+    """Bytes of the dense copies that `call` makes of operands in other layouts. A weight gradient's problem does not
+    give the layout of grad_y; it is assumed to be dense."""
     p = problem
     streamed = p.y_bytes if p.direction == Direction.BACKWARD_DATA else p.x_bytes
     weight = 0 if p.direction == Direction.BACKWARD_WEIGHT or p.weight_layout in LAYOUTS else p.weight_bytes
@@ -267,8 +269,8 @@ def copied_bytes(problem: ConvProblem) -> int:
 
 
 def workspace_bytes(query: str, problem: ConvProblem, before: tuple[int, ...] = (), tune: tuple[int, ...] = ()) -> int:
-    """Memory beyond operands and result that a call takes, in bytes: the kernel's scratch memory, as its query function
-    says, and dense copies of operands.
+    """Memory that a call takes, in bytes, without operands and result: the kernel's scratch memory, as its query
+    function returns it, and dense copies of operands.
 
     Raises:
         NotImplementedError: if the kernel does not apply.
@@ -305,13 +307,13 @@ class Input(ctypes.Structure):
 
 
 def network(x: Any, normalise: Sequence[Any], layers: Sequence[tuple[Any, Any, Any, bool]]) -> Callable[[], object]:
-    """A function that runs a chain of matrix-vector products on what `x` then holds.
+    """A function that runs a chain of matrix-vector products on the values that `x` holds when it is called.
 
     Args:
-        x: the input (n,); numpy float32, as all that follows.
+        x: the input (n,); numpy float32, like all other arrays here.
         normalise: low, high, mean, scale, target: vectors (n,).
         layers: (matrix (rows, columns), source (columns,), target (rows,), rectified) each; vectors contiguous. Vectors
-            are used where they lie, matrices are copied. The function keeps all of them alive.
+            are used in place, matrices are copied. The function keeps all of them alive.
     """
     import numpy as np
 

@@ -21,9 +21,9 @@ def even_padding(problem: ConvProblem) -> tuple[tuple[int, int], tuple[int, int,
 
 
 def native_workspace_bytes(problem: ConvProblem) -> int:
-    """What aten itself may allocate: operands packed, and again in a layout that oneDNN prefers, the padded x that
-    uneven padding costs, and on its slow paths (float64, dilated 16-bit) the unfolded image of each thread. The scratch
-    of oneDNN itself is not PyTorch's to count."""
+    """Bytes that aten may allocate: packed operands, copies in the layout that oneDNN prefers, the padded x if padding
+    is uneven, and on slow paths (float64, dilated 16-bit) the unfolded image of each thread. oneDNN's own scratch
+    memory is not included, since PyTorch does not allocate it."""
     p = problem
     unfolded = (p.C // p.groups) * p.R * p.S * p.P * p.Q * p.element_bytes
     padded = 0
@@ -36,17 +36,18 @@ def native_workspace_bytes(problem: ConvProblem) -> int:
 
 
 def overruns_in_channels_last(problem: ConvProblem) -> bool:
-    """Whether oneDNN writes past a buffer of its own in the weight gradient of this geometry if it comes channels_last:
-    strided 1x1 kernels with less than a vector of input channels. Seen with oneDNN 3.12 under AVX2 (C < 8) and AVX-512
-    (C < 16), from about 112 x 112 pixels on; glibc aborts with "free(): invalid pointer" or worse, later."""
+    """Whether oneDNN writes past the end of one of its buffers in the weight gradient of this geometry in
+    channels_last: strided 1x1 kernels with less than a vector of input channels. Seen with oneDNN 3.12 under AVX2
+    (C < 8) and AVX-512 (C < 16), from about 112 x 112 pixels on; later glibc aborts with "free(): invalid pointer" or
+    worse."""
     p = problem
     return p.R == p.S == 1 and p.stride != (1, 1) and p.C // p.groups < 16 and p.device == "cpu"
 
 
 def unsound_in_16_bit(problem: ConvProblem) -> bool:
     """Strided 16-bit convolutions on CPUs in which a kernel tap, or a whole window, meets nothing but padding. There
-    oneDNN 3.12 gives garbage gradients or crashes, differently in the two layouts: what is right in one may be wrong in
-    the other, so no call may be moved from one to the other."""
+    oneDNN 3.12 gives garbage gradients or crashes, differently in the two layouts: a call that is right in one may be
+    wrong in the other, so no call may be moved from one layout to the other."""
     p = problem
     if p.element_bytes > 2 or p.stride == (1, 1) or not any(p.padding) or p.device != "cpu":
         return False
@@ -72,7 +73,8 @@ def _axis_meets_only_padding(
 
 
 def _plainly_contiguous(t: Tensor) -> Tensor:
-    """Contiguous, and with strides that say so: one channel fits both layouts, and aten goes by the strides."""
+    """The tensor, contiguous, and with the strides of a contiguous one: one channel fits both layouts, and aten goes by
+    the strides."""
     return t.contiguous().as_strided(t.shape, canonical_strides(tuple(t.shape), CONTIGUOUS))
 
 
@@ -104,7 +106,7 @@ def native_backward(
 
 
 def native_backward_data(grad_y: Tensor, weight: Tensor, problem: ConvProblem) -> Tensor:
-    """grad_x alone. The operator wants x for its shape and layout only: memory that is never touched costs no time."""
+    """grad_x alone. The operator needs x only for its shape and layout: memory that is never touched costs no time."""
     x = torch.empty(problem.x_shape, dtype=grad_y.dtype, device=grad_y.device, memory_format=memory_format(problem))
     grad_x, _ = native_backward(grad_y, x, weight, problem, (True, False))
     assert grad_x is not None
@@ -112,7 +114,7 @@ def native_backward_data(grad_y: Tensor, weight: Tensor, problem: ConvProblem) -
 
 
 def native_backward_weight(x: Tensor, grad_y: Tensor, problem: ConvProblem) -> Tensor:
-    """grad_weight alone; the weight, too, is wanted for its shape and layout only."""
+    """grad_weight alone; the operator needs the weight only for its shape and layout."""
     weight_format = torch.channels_last if problem.weight_layout == CHANNELS_LAST else torch.contiguous_format
     weight = torch.empty(problem.weight_shape, dtype=x.dtype, device=x.device, memory_format=weight_format)
     _, grad_weight = native_backward(grad_y, x, weight, problem, (False, True))

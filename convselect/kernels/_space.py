@@ -1,13 +1,14 @@
-"""What an algorithm lets its caller decide: structure, tile and block sizes, and which combinations are allowed.
+"""Spaces of parameters: what an algorithm lets its caller choose (structure, tile and block sizes), and which
+combinations are allowed.
 
 A program is an algorithm with a value for each of its parameters: what `params` of `Algorithm.run` holds. As in Ansor
 (Zheng et al. 2020, arXiv 2006.06762), programs come in two steps. *Rules*, each a condition and an action, derive
 sketches: values for the parameters of structure, such as whether weights are packed or a reduction is split. The rest
 is *annotation*: sizes, drawn from what is left.
 
-Parameters are decided in order, and `is_partially_valid` says of the first few whether any completion is allowed. It
-must never refuse the beginning of a valid program, and never allow one that has no valid end: then code that completes
-a program one parameter at a time, and asks at each, ends with a valid one and never has to go back.
+Parameters are decided in order, and `is_partially_valid` says whether values of the first few can be completed to a
+valid program. It must be exact: then code that completes a program one parameter at a time, and asks at each, ends with
+a valid one and never has to go back.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ STRUCTURE, TILE, ANNOTATION = "structure", "tile", "annotation"
 
 
 class Parameter(NamedTuple):
-    """One decision.
+    """One parameter.
 
     Attributes:
         name: never changes, since it is stored on disk.
-        values: what it may be, ascending.
-        kind: "structure" (set by rules), "tile" (sizes whose product with others says something), "annotation".
+        values: possible values, ascending.
+        kind: "structure" (set by rules), "tile" (sizes whose products with other sizes matter), "annotation".
     """
 
     name: str
@@ -38,8 +39,8 @@ class Parameter(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """A step in the derivation of sketches: if `condition(problem, so_far)` holds, `action` says what the structure
-    parameters decided so far may be extended to; an empty answer ends this branch."""
+    """A step in the derivation of sketches: if `condition(problem, so_far)` holds, `action(problem, so_far)` returns
+    the values by which the structure parameters so far may be extended; an empty list ends this branch."""
 
     name: str
     condition: Callable[[ConvProblem, Values], bool]
@@ -51,11 +52,12 @@ class Space:
     """The programs of one algorithm.
 
     Attributes:
-        parameters: in the order in which they are decided; those of structure first.
-        default: problem -> what runs by default: complete, valid, and what `params=None` means.
-        allowed: (problem, values of the first few parameters) -> whether the hardware takes it: caches, registers,
-            alignment. Has to hold for every beginning of a valid program.
-        rules: of the sketches, applied in order; without any, structure parameters take every allowed combination.
+        parameters: in the order in which they are decided; structure parameters first.
+        default: problem -> the complete and valid program that runs by default, which is what `params=None` means.
+        allowed: (problem, values of the first few parameters) -> whether they fit the hardware: caches, registers,
+            alignment. Has to be True for every beginning of a valid program.
+        rules: the rules of the sketches, applied in order; without any, structure parameters take every allowed
+            combination.
     """
 
     parameters: tuple[Parameter, ...]
@@ -68,17 +70,17 @@ class Space:
         return tuple(parameter.name for parameter in self.parameters)
 
     def is_partially_valid(self, problem: ConvProblem, values: Values) -> bool:
-        """Whether these, the values of the first few parameters, begin a valid program.
+        """Whether these values of the first few parameters can be completed to a valid program.
 
         Raises:
-            ValueError: if they are not the first few.
+            ValueError: if the names are not those of the first parameters, in order.
         """
         if tuple(values) != self.names[: len(values)]:
             raise ValueError(f"{tuple(values)} are not the first of {self.names}")
         return self._allowed_so_far(problem, values) and self._has_end(problem, dict(values))
 
     def is_valid(self, problem: ConvProblem, values: Values) -> bool:
-        """Whether this is a whole program, and allowed."""
+        """Whether this is a complete and allowed program."""
         if set(values) != set(self.names):
             return False
         ordered = {name: values[name] for name in self.names}
@@ -103,12 +105,12 @@ class Space:
         return False
 
     def choices(self, problem: ConvProblem, values: Values) -> list[int]:
-        """What the next parameter may be after these."""
+        """Possible values of the next parameter after these."""
         parameter = self.parameters[len(values)]
         return [v for v in parameter.values if self.is_partially_valid(problem, {**values, parameter.name: v})]
 
     def sketches(self, problem: ConvProblem) -> list[Values]:
-        """All combinations of structure parameters that the rules derive; one empty one if there are none."""
+        """All combinations of structure parameters that the rules derive; a single empty one if there are no rules."""
         found: list[Values] = [{}]
         for rule in self.rules:
             extended: list[Values] = []

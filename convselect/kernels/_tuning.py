@@ -1,4 +1,4 @@
-"""Parameters of kernels: from `params` to the slots of `cs_conv.tune`, and workspaces that stay in bounds."""
+"""Parameters of C kernels: converts `params` to the slots of `cs_conv.tune`, and bounds the workspace of programs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ MORE_BYTES = 32 * 2**20
 
 
 def in_slots(algorithm: Algorithm, problem: ConvProblem, params: Params, order: tuple[str, ...]) -> tuple[int, ...]:
-    """The values of `params` in the kernel's order of parameters, 0 if it decides; () if there are none.
+    """The values of `params` in the kernel's order of parameters, 0 if the kernel decides; () if there are none.
 
     Raises:
-        ValueError: if `params` is no program of the algorithm on this problem.
+        ValueError: if `params` is not a program of the algorithm on this problem.
     """
     return () if params is None else _in_slots(algorithm, problem, tuple(params.items()), order)
 
@@ -35,13 +35,13 @@ def _in_slots(
 
 
 def in_order(params: Mapping[str, Any], order: tuple[str, ...]) -> tuple[int, ...]:
-    """The values of `params` in this order, 0 if it has none; unchecked, for questions about workspaces."""
+    """The values of `params` in this order, 0 for missing ones; not checked, for computing workspaces."""
     return tuple(params.get(name, 0) for name in order)
 
 
 def within(algorithm: Algorithm, problem: ConvProblem, default: Values, values: Values) -> bool:
     """Whether a complete program takes no more memory than `MORE_BYTES` allows."""
     if len(values) < len(default):
-        return True  # the parameters that are still to come have a value that takes least
+        return True  # one value of the remaining parameters takes the least memory
     before = algorithm.workspace_bytes(problem)
     return algorithm.workspace_bytes(problem, values) <= max(2 * before, before + MORE_BYTES)

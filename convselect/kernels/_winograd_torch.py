@@ -1,4 +1,4 @@
-"""F(m x m, 3 x 3) of `winograd.py` in PyTorch operations, for float64, and if the C kernels are missing.
+"""F(m x m, 3 x 3) of `winograd.py` in PyTorch operations: for float64, and for all types if the C kernels are missing.
 
 Per tile of m x m outputs, with d the (m + 2)^2 inputs it sees, g the kernel, o the element-wise product:
 
@@ -27,15 +27,15 @@ from convselect.kernels._common import compute_dtype, compute_element_bytes, mem
 from convselect.kernels._winograd_transforms import R, arrays
 
 CACHED_BYTES = 5 * 2**18
-"""Aim for the transformed inputs of one block, so that they stay in the L2 cache until the GEMM reads them; but
-never fewer tiles than channels (up to MOST_FOR_GEMM): each block reads all of the transformed weight."""
+"""Target size of one block's transformed inputs, so that they stay in the L2 cache until the GEMM reads them; but a
+block never has fewer tiles than channels (up to MOST_FOR_GEMM), since it reads all of the transformed weight."""
 MOST_FOR_GEMM = 256
 MOST_TILES = 1024
 FEW_TILES = 32
 BLOCK_BYTES = 48 * 2**20
 """Upper limit for a block's intermediates, down to a block of one tile."""
 CHUNK_BYTES = 4 * 2**20
-"""Where all tiles fit one block the transformed weight is used only once, so it is made and used in chunks of this
+"""If all tiles fit one block the transformed weight is used only once, so it is made and used in chunks of this
 size: measured 2 to 5 times faster at 512 channels than first writing all of it to fresh memory."""
 # The matrices (first call of a process), torch's 60 x 60 transposition buffer, alignment.
 _SMALL_BYTES = 2**18
@@ -58,7 +58,7 @@ class _Block(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """How the output of N images of `rows` x `columns` tiles is cut into blocks of up to `block` tiles."""
+    """How the output of N images of `rows` x `columns` tiles is divided into blocks of up to `block` tiles."""
 
     m: int
     N: int
@@ -114,7 +114,7 @@ def _plan(problem: ConvProblem, m: int) -> _Plan:
 
 
 def _areas(problem: ConvProblem, m: int, c_in: int, c_out: int) -> tuple[int, ...]:
-    """Elements per tile of the scratch areas, see `_correlate` and `_weight_gradient` for what lies in them."""
+    """Elements per tile of the scratch areas; `_correlate` and `_weight_gradient` say what they hold."""
     a = m + R - 1
     tile, half, domain = m * m, m * a, a * a
     if problem.direction == Direction.BACKWARD_WEIGHT:
@@ -133,7 +133,7 @@ def _even(total: int, most: int) -> int:
 def _window(
     image: Tensor, block: _Block, origin: tuple[int, int], size: tuple[int, int], area: Tensor, spare: Tensor
 ) -> Tensor:
-    """What `block` needs of `image` (N, C, H, W), zeros outside the image, as (N, height, width, C) in `area`.
+    """The part of `image` (N, C, H, W) that `block` needs, zero outside the image, as (N, height, width, C) in `area`.
 
     `origin` is the window's first row and column in the image, negative in the padding. `spare` is overwritten.
     """
@@ -187,7 +187,7 @@ def _full_and_cropped(length: int, m: int) -> list[tuple[int, int, int]]:
 
 
 def _two_sided(matrix: Tensor, tiles: Tensor, between: Tensor, area: Tensor) -> Tensor:
-    """matrix @ tile @ matrix^T for each tile, a column of `tiles` (s^2, n): (r^2, n) in `area`, where `tiles` may lie.
+    """matrix @ tile @ matrix^T for each tile, a column of `tiles` (s^2, n): (r^2, n) in `area`, which may hold `tiles`.
 
     Two thin products over slabs of n: at 8 x 8 twice as fast as one product with the Kronecker square of `matrix`.
     """
@@ -202,7 +202,8 @@ def _two_sided(matrix: Tensor, tiles: Tensor, between: Tensor, area: Tensor) -> 
 
 
 def _matrices(m: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """B^T, A^T, G x G, G x G flipped as tensors that share the arrays' memory: made anew per call, see there."""
+    """B^T, A^T, G x G, G x G flipped as tensors that share memory with `arrays`, whose docstring says why they are made
+    anew per call."""
     BT, AT, GG, GG_flipped = map(torch.from_numpy, arrays(m, "float64" if dtype == torch.float64 else "float32"))
     return BT, AT, GG, GG_flipped
 
@@ -239,8 +240,8 @@ def _correlate(image: Tensor, weight: Tensor, problem: ConvProblem, m: int) -> T
         return _transformed_weight(part, GG_flipped, weight_area).view(a * a * G, c_in, -1).transpose(1, 2)
 
     y = torch.empty(p.result_shape, dtype=p.torch_dtype, memory_format=memory_format(p))
-    # The product's layout is free: take the one that scatters in runs, channels inside or tiles inside. Few tiles make
-    # no runs, and the GEMM with channels inside is the faster one.
+    # The product's layout is free: take the one that scatters in runs, with channels or tiles innermost. Few tiles make
+    # no runs, and then the GEMM with channels innermost is faster.
     channels_inside = multiply or p.layout == CHANNELS_LAST or plan.block_tiles <= FEW_TILES
     kernels = filters(0)
     for block in plan.blocks():
@@ -286,7 +287,7 @@ def _weight_gradient(x: Tensor, grad_y: Tensor, problem: ConvProblem, m: int) ->
     grad = torch.empty(p.weight_shape, dtype=p.torch_dtype)
 
     def finish(start: int, count: int) -> None:
-        """Transform the sums of `count` output channels (per group) back, to their place."""
+        """Transform the sums of `count` output channels (per group) back and write them to their place."""
         sums = sums_area[: a * a * G * count * c_in].view(a * a, -1)
         # (9, channels) and a transposing copy: sums^T @ GG, which needs no copy, measured 4 times slower.
         taps = (GG.t() @ sums).view(R, R, G * count, c_in)
@@ -334,7 +335,7 @@ def run(a: Tensor, b: Tensor, problem: ConvProblem, m: int) -> Tensor:
 def workspace_bytes(problem: ConvProblem, m: int) -> int:
     """Upper bound on the peak of extra memory of `run`."""
     p, plan, item = problem, _plan(problem, m), compute_element_bytes(problem)
-    # Of one chunk: the weight reordered, and before that cast; or the weight gradient before it goes to its place.
+    # Temporaries of one chunk: the reordered and cast weight; or the weight gradient before it is copied to its place.
     copies = 2 if p.element_bytes == 2 and p.direction != Direction.BACKWARD_WEIGHT else 1
     weight = R * R * plan.chunk * (p.K if p.direction == Direction.BACKWARD_DATA else p.C)
     elements = sum(plan.areas) + copies * weight

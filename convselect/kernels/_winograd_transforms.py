@@ -27,10 +27,10 @@ R = 3
 """Taps of the kernel along one axis."""
 
 POINTS: dict[int, tuple[Fraction, ...]] = {
-    # Points in +- pairs around 0; infinity comes in addition. Which pairs decides the rounding error, which grows with
-    # the condition of the Vandermonde matrices. Found by search over multiples of 1/8 (m = 4) and of 1/8 and 1/16
-    # (m = 6), judged by the float32 error of whole convolutions. For m = 4 the textbook's 0, 1, -1, 2, -2 has 2.2
-    # times the error of these; for m = 6 nothing beat the usual points.
+    # Points in +- pairs around 0; infinity is added. The choice of pairs decides the rounding error, which grows with
+    # the condition of the Vandermonde matrices. Found by a search over multiples of 1/8 (m = 4) and of 1/8 and 1/16
+    # (m = 6) for the least float32 error of whole convolutions. For m = 4 the textbook's 0, 1, -1, 2, -2 has 2.2
+    # times the error of these; for m = 6 nothing was better than the usual points.
     2: (Fraction(0), Fraction(1), Fraction(-1)),
     4: (Fraction(0), Fraction(5, 8), Fraction(-5, 8), Fraction(3, 2), Fraction(-3, 2)),
     6: (Fraction(0), Fraction(1), Fraction(-1), Fraction(2), Fraction(-2), Fraction(1, 2), Fraction(-1, 2)),
@@ -112,8 +112,8 @@ def _kronecker(matrix: Matrix) -> Matrix:
 def arrays(m: int, dtype: str) -> Arrays:
     """The transforms of F(m x m, 3 x 3) in "float32" or "float64", each entry rounded once.
 
-    Arrays, not tensors: a tensor kept from one call to the next would carry the mode of the first (inference, fake)
-    into all later ones.
+    Arrays, not tensors: a tensor kept from one call to the next would carry the mode of the first call (inference,
+    fake) into all later ones.
     """
     AT, G, BT = transforms(m)
     flipped = [row[::-1] for row in G]

@@ -7,10 +7,10 @@
 
 Libraries are many times slower for large kernels, in a weight gradient from 5x5 on; here one register tiling serves
 all sizes. Source of the blocking: Georganas et al., "Anatomy of High-Performance Deep Learning Convolutions on SIMD
-Architectures", SC 2018. Float32 images in channels_last order under kernels of 3 or 5 columns are read where they lie
-(csrc/depthwise_rows.inc), others are copied to a slab; frozen weights may be packed once (`pack`). 16-bit operands are
-widened as they are copied, summed in float32 and rounded once. Without the C library, problems are posed so that native
-computes them fast (`_depthwise_torch.py`).
+Architectures", SC 2018. Float32 images in channels_last order are read in place if the kernel has 3 or 5 columns
+(csrc/depthwise_rows.inc); others are copied to a slab. Frozen weights may be packed once (`pack`). 16-bit operands are
+widened as they are copied, summed in float32 and rounded once. Without the C library, problems are rewritten so that
+native computes them fast (`_depthwise_torch.py`).
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ _USUAL = {"slab_kib": 128, "run": 7, "summed": 512}
 
 
 class Depthwise(CAlgorithm):
-    """Parameters of the C kernels: `slab_kib`, the part of an image that is copied at a time (images in channels_last
-    order that are read where they lie have none); `run`, outputs of a row that stay in registers; in a weight gradient
-    `summed`, products that a register adds up.
+    """Parameters of the C kernels: `slab_kib`, KiB of an image that are copied at a time (absent if the image is read
+    in place); `run`, outputs of a row that stay in registers; in a weight gradient `summed`, the number of products
+    that a register adds up.
     """
 
     name = "depthwise"
     revision = 3
     kernel = "cs_depthwise"
     slots = ("slab_kib", "run", "summed")
-    # Whether zero padding meets an infinite *weight* differs between kernels, native's as well; a NaN or infinity in
-    # an image stays within the window of its pixel.
+    # Whether zero padding meets an infinite *weight* differs between kernels, in native too; a NaN or infinity in an
+    # image stays within the window of its pixel.
     spreads_nonfinite = False
 
     def why_not(self, problem: ConvProblem) -> str | None:
@@ -95,8 +95,8 @@ def _space(algorithm: Depthwise, parameters: tuple[Parameter, ...]) -> Space:
 
 @functools.lru_cache(maxsize=4096)
 def packed_floats(problem: ConvProblem) -> int | None:
-    """How many floats `pack` makes; None if no kernel takes a packed weight: it takes float32 in channels_last with
-    one output channel per input channel, 3 or 5 taps in a row and strides 1 or 2."""
+    """Number of floats that `pack` returns; None if no kernel takes a packed weight. One does for float32 problems in
+    channels_last with one output channel per input channel, 3 or 5 taps in a row and strides 1 or 2."""
     p = problem.with_direction(Direction.FORWARD)
     if not p.is_depthwise or p.device != "cpu" or p.dtype != "float32" or p.layout != CHANNELS_LAST:
         return None
@@ -111,7 +111,7 @@ def pack(weight: Tensor, problem: ConvProblem) -> Tensor:
     """The weight (C, 1, R, S) in the order in which `cs_depthwise_frozen` reads it: float32, one-dimensional.
 
     Raises:
-        ValueError: if no kernel takes it.
+        ValueError: if no kernel takes a packed weight, or the weight is not the problem's.
     """
     floats = packed_floats(problem)
     if floats is None or weight.shape != problem.weight_shape or weight.dtype != torch.float32:

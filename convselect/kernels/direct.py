@@ -30,7 +30,7 @@ from convselect.kernels._space import STRUCTURE, Parameter, Rule, Space, Values
 from convselect.kernels._tuning import within
 
 FEW_CHANNELS = 16
-"""With groups of fewer input or output channels most of a register tile would be empty."""
+"""Fewest input or output channels per group: with fewer, most of a register tile would be empty."""
 
 
 def _layout(problem: ConvProblem) -> str:
@@ -42,7 +42,7 @@ def _layout(problem: ConvProblem) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _frozen(problem: ConvProblem, threads: int, isa: int) -> tuple[Any, int]:
-    """The struct for the kernel, and how many floats a packed weight has."""
+    """The struct for the kernel, and the number of floats in a packed weight."""
     conv = _library._conv(problem.with_direction(Direction.FORWARD), _layout(problem), CONTIGUOUS, threads, isa)
     pointer = ctypes.byref(conv)
     return pointer, _library._function("cs_direct_packed_bytes", 0, 0, ctypes.c_int64)(pointer) // 4
@@ -58,7 +58,7 @@ def pack(weight: Tensor, problem: ConvProblem, isa_level: int | None = None) -> 
 
     Raises:
         MemoryError: if scratch memory is not available.
-        ValueError: if the weight is not the problem's.
+        ValueError: if the weight's shape, dtype or device is not the problem's.
     """
     if weight.shape != problem.weight_shape or weight.dtype != problem.torch_dtype or not weight.is_cpu:
         raise ValueError(f"a weight {weight.dtype} {tuple(weight.shape)} for {problem}")
@@ -89,7 +89,7 @@ def forward_packed(
 
     Raises:
         MemoryError: if scratch memory is not available.
-        ValueError: if a tensor is not what the problem says.
+        ValueError: if a tensor does not have the problem's shape, dtype or device.
     """
     p, form = problem, memory_format(problem)
     conv, floats = _frozen(p, torch.get_num_threads(), _library.isa() if isa_level is None else isa_level)
@@ -125,10 +125,10 @@ _ORDER = Parameter("order", (0, 1, 2), STRUCTURE)
 
 
 class Direct(CAlgorithm):
-    """Parameters: `tile_rows`, rows of a register tile at most. Forward and data gradient: `order`, whether the outer
-    loop goes over pixels (1) or output channels (2); `panels_kib`, weights (NHWC) or gathered inputs (NCHW) that are
-    held at a time; `rows_kib` (NHWC), inputs that a run of rows reads; `group` (NCHW), panels of pixels gathered at one
-    time. Weight gradient: `pixels` summed at a time. 0: as the kernel decides.
+    """Parameters: `tile_rows`, the most rows of a register tile. Forward and data gradient: `order`, whether the outer
+    loop goes over pixels (1) or output channels (2); `panels_kib`, KiB of weights (NHWC) or gathered inputs (NCHW)
+    that are held at a time; `rows_kib` (NHWC), KiB of inputs that a run of rows reads; `group` (NCHW), panels of
+    pixels gathered at a time. Weight gradient: `pixels`, pixels summed at a time. 0: the kernel decides.
     """
 
     name = "direct"

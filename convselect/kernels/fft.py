@@ -8,7 +8,7 @@ all products per frequency (sums over c, k, or images and tiles are matrix produ
     backward data    X[n, c] = sum over k of Y[n, k] W[k, c]
     backward weight  W[k, c] = sum over n of X[n, c] Y*[n, k]
 
-The cost per pixel does not grow with the kernel, so this is for large kernels. Sources: the correlation theorem;
+The cost per pixel does not grow with the kernel's size, so this suits large kernels. Sources: the correlation theorem;
 Mathieu, Henaff, LeCun, "Fast Training of Convolutional Networks through FFTs" (2013), section 2; overlap-save tiling as
 in Oppenheim and Schafer, "Discrete-Time Signal Processing", section 8.7.3.
 
@@ -76,13 +76,13 @@ class Fft(Algorithm):
         # Spectra: streamed operand, result (or grad_y, and the product before its sum over units), weight.
         copies = 2 if p.direction == Direction.BACKWARD_WEIGHT and plan.elementwise else 1
         total = ((inner + copies * outer) * plan.units + copies * kernels) * plane
-        # The padded images, and the weight gathered, cast, and with its zeros in.
+        # The padded images, and the weight gathered, cast, and dilated with zeros.
         total += max(inner, outer) * plan.rows.span * plan.cols.span * plan.images * p.element_bytes
         extent_h, extent_w = p.kernel_extent
         total += kernels * (3 * p.R * p.S + extent_h * extent_w) * plan.complex_bytes // 2
-        if plan.pruned:  # half-way transforms, as planes and complex
+        if plan.pruned:  # intermediate transforms, as real planes and complex
             total += 2 * kernels * (plan.cols.length // 2 + 1) * p.R * plan.complex_bytes
-        # A piece on its way: gathered, cast, padded, transformed; or gathered, transformed twice, cropped, reordered.
+        # Copies of a piece: gathered, cast, padded, transformed; or gathered, transformed twice, cropped, reordered.
         transforms = min(max(inner, outer) * plan.units, max(plan.piece, plan.units))
         return total + 6 * max(transforms, min(kernels, plan.piece)) * plane
 
@@ -111,8 +111,8 @@ _PASSING = Parameter("passing_kib", (256, 512, 1024, 2048, 4096))
 class FftTiled(CAlgorithm, Fft):
     """Overlapping tiles. An axis that is no longer than a tile is transformed whole.
 
-    Parameters: `tile`, their side; in the C kernel `passing_kib`, spectra of the operand that is not kept. A tile alone
-    may have any side that is even and at least the kernel's extent (ValueError).
+    Parameters: `tile`, the tile's side; in the C kernel `passing_kib`, KiB of spectra of the operand that is not kept.
+    If only `tile` is given it may be any even number of at least the kernel's extent; others raise a ValueError.
     """
 
     name = "fft_tiled"
@@ -130,8 +130,8 @@ class FftTiled(CAlgorithm, Fft):
 
     def _in_c(self, problem: ConvProblem, params: Params = None) -> tuple[int, ...] | None:
         """The side of the C kernel's tiles; None if PyTorch's operations compute: in float64, for dilated kernels,
-        for one-row kernels and few channels a group, which leave most of a tile or a vector empty, and for kernels
-        that half fill the largest tile."""
+        for one-row kernels and few channels per group, which leave most of a tile or a vector empty, and for kernels
+        that fill half of the largest tile."""
         p = problem
         if p.dtype == "float64" or p.device != "cpu" or p.dilation != (1, 1) or p.N == 0 or not _library.available():
             return None
@@ -165,7 +165,7 @@ class FftTiled(CAlgorithm, Fft):
         in_c, usual = before is not None, tile_side(problem) if before is None else before[0]
         tiles = sides(problem, in_c)
         if not in_c:
-            # What the C kernel would compute, if it were asked to, is another algorithm than the default.
+            # Leave out tiles that the C kernel would compute if asked for: that is another method than the default.
             tiles = tuple(tile for tile in tiles if self._in_c(problem, {"tile": tile}) is None)
         return _space(self, tiles, usual, in_c) if usual in tiles and (in_c or len(tiles) > 1) else None
 

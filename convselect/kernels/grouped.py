@@ -23,7 +23,7 @@ from convselect.kernels._space import STRUCTURE, Parameter, Rule, Space, Values
 from convselect.kernels._tuning import within
 
 MOST_CHANNELS = 64
-"""Input or output channels per group, as in the C source."""
+"""Most input or output channels per group, as in the C source."""
 
 _BAND, _SLAB = Parameter("band", (32, 64, 128, 256, 512)), Parameter("slab_kib", (4, 8, 16, 32, 64))
 _SINGLE = Parameter("single", (0, 1), STRUCTURE)
@@ -31,8 +31,8 @@ _SINGLE = Parameter("single", (0, 1), STRUCTURE)
 
 class Grouped(CAlgorithm):
     """Parameters. Forward and data gradient: `single`, whether the taps of a row are taken one at a time (1), although
-    neighbours could share what they read; `band`, results that are stored at a time; `tile`, columns of a register tile
-    at most. Weight gradient: `slab_kib`, gradients that are held at a time.
+    neighbours could share what they read; `band`, results that are stored at a time; `tile`, the most columns of a
+    register tile. Weight gradient: `slab_kib`, KiB of gradients that are held at a time.
     """
 
     name = "grouped"

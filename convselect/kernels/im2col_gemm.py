@@ -6,7 +6,7 @@
 
 Source: Chellapilla et al. 2006, "High performance convolutional neural networks for document processing".
 
-Where the columns *are* the image nothing is unfolded: 1x1 kernels at stride 1, and kernels as large as the image, are
+If the columns *are* the image nothing is unfolded: 1x1 kernels at stride 1, and kernels as large as the image, are
 plain GEMMs on views. Patch convolutions (kernel = stride) copy x once. Everything else is unfolded in chunks of images
 or of output rows that keep the columns within the workspace budget and, by default, near the size of the caches.
 """
@@ -28,16 +28,17 @@ from convselect.kernels._cuda_flags import product_rounds_too_much
 from convselect.kernels._space import Parameter, Space, Values
 from convselect.kernels._tuning import in_slots, within
 
-# Of 1 to 64 MiB, measured on layers of ResNet-18 and VGG-16: level on small images; on 224 x 224, 2 MiB is a quarter
-# faster than 8 and more, and 1 MiB sometimes loses.
+# The best of 1 to 64 MiB on layers of ResNet-18 and VGG-16: all are equal on small images; on 224 x 224, 2 MiB is a
+# quarter faster than 8 and more, and 1 MiB is sometimes slower.
 COLUMN_BYTES = 2 * 2**20
 _COLUMN_BYTES = Parameter("column_bytes", (0, *(2**n for n in range(15, 25))))
-# A GPU's GEMMs want all pixels at once, and its caches hold no column block anyway: one launch for many images.
+# GEMMs on a GPU are fastest on all pixels at once, and its caches hold no column block anyway: one launch for many
+# images.
 GPU_COLUMN_BYTES = 256 * 2**20
 
 
 def _dtype(p: ConvProblem) -> torch.dtype:
-    """What matrices hold. GPUs multiply 16-bit matrices with sums in float32, so nothing is cast there."""
+    """Element type of the matrices. GPUs multiply 16-bit matrices with sums in float32, so nothing is cast there."""
     return p.torch_dtype if p.device == "cuda" else compute_dtype(p)
 
 
@@ -97,8 +98,8 @@ def _column_bytes(p: ConvProblem, params: Params = None) -> int:
 
 
 class Im2colGemm(Algorithm):
-    """Parameter on CPUs: `column_bytes`, how much is unfolded at a time; 0: what `COLUMN_BYTES` and the workspace that
-    is allowed say."""
+    """Parameter on CPUs: `column_bytes`, how much is unfolded at a time; 0: the smaller of `COLUMN_BYTES` and the
+    workspace budget."""
 
     name = "im2col_gemm"
     devices = frozenset({"cpu", "cuda"})
@@ -113,7 +114,7 @@ class Im2colGemm(Algorithm):
     def workspace_bytes(self, problem: ConvProblem, params: Params = None) -> int:
         p, size = problem, _element_bytes(problem)
         x, y, weight = (b // p.element_bytes for b in (p.x_bytes, p.y_bytes, p.weight_bytes))
-        # On a GPU a weight gradient is summed in float32, and backward data's columns are.
+        # On a GPU a weight gradient is summed in float32, and so are the columns of backward data.
         casts = 8 * weight if p.device == "cuda" else cast_bytes(p, x, y, weight)
         # Packed copies of strided operands, the result before its last copy, a transposed weight.
         copies = size * (x + y + 2 * weight)
@@ -137,7 +138,7 @@ class Im2colGemm(Algorithm):
         return None if p.device != "cpu" or p.is_pointwise or _is_whole_image(p) else _space(self)
 
     def run(self, a: Tensor, b: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
-        in_slots(self, problem, params, ())  # raises if it is no program
+        in_slots(self, problem, params, ())  # raises if `params` is not a program
         return super().run(a, b, problem, params)
 
     # ---- forward ------------------------------------------------------------------------------------------------
@@ -325,7 +326,7 @@ def _space(algorithm: Im2colGemm) -> Space:
         p, value = problem, values.get("column_bytes", 0)
         if value == 0:
             return True
-        # Room for more than all columns twice over is the same program as the next smaller one.
+        # A budget of more than twice all columns is the same program as the next smaller one.
         in_all = p.N * p.C * p.R * p.S * p.P * p.Q * compute_element_bytes(p)
         return value < 2 * in_all and within(algorithm, p, usual, values)
 

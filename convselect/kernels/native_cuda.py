@@ -1,14 +1,14 @@
-"""PyTorch's own convolutions on NVIDIA GPUs, taken by other doors than `torch.conv2d` goes through.
+"""PyTorch's own convolutions on NVIDIA GPUs, called in other ways than `torch.conv2d` does.
 
     cudnn_benchmark    cuDNN, whose engine is found by timing the candidates once per shape instead of by its heuristics
-    cudnn_depthwise    cuDNN if PyTorch would take its own depthwise kernel
-    native_depthwise   PyTorch's own depthwise kernel if it would take cuDNN
+    cudnn_depthwise    cuDNN, if PyTorch would use its own depthwise kernel
+    native_depthwise   PyTorch's own depthwise kernel, if it would use cuDNN
     padded_channels    channels filled up with zeros to multiples of 8, without which 16-bit tensor cores stay idle
-    split_batch        the batch in parts whose tensors have fewer than 2**31 elements, over which engines fall off
+    split_batch        the batch in parts whose tensors have fewer than 2**31 elements, the limit of fast engines
 
 No kernel is written here; which of these is fastest differs by shape, element type and cuDNN's version. The operators
-take cuDNN's switches as arguments. Only weight gradients are left to `aten::convolution_backward`, which reads the
-process's, so those are set for the length of the call.
+take cuDNN's switches as arguments. Only weight gradients go through `aten::convolution_backward`, which reads the
+process-wide switches, so those are set for the length of the call.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ SPLIT_ELEMENTS = 2**31
 CHANNEL_STEP = 8
 """16 bytes of 16-bit channels: what tensor cores load at a time."""
 SEARCH_BYTES = 256 * 2**20
-"""cuDNN's own workspace while it searches; PyTorch gives an engine what it asks for if there is enough."""
+"""Assumed workspace of cuDNN while it searches; PyTorch gives an engine what it asks for if there is enough memory."""
 
 REMEMBERED = 10_000
-"""Searches; PyTorch keeps as many."""
+"""Searches that are cached; PyTorch keeps the same number."""
 
 _aten = torch.ops.aten
 
@@ -52,7 +52,7 @@ def largest_operand(problem: ConvProblem) -> int:
 
 def _not_cudnn(problem: ConvProblem, limit: int = SPLIT_ELEMENTS) -> str | None:
     """A sentence why cuDNN's operators cannot be called on this problem; None if they can. On a machine without a GPU,
-    problems of one are answered by their shapes alone."""
+    the answer for a problem on a GPU depends on its shapes alone."""
     if problem.device != "cuda":
         return f"The cuDNN library needs an NVIDIA GPU; this problem is on {problem.device}."
     if torch.version.hip is not None:
@@ -91,7 +91,7 @@ def cudnn_backward_data(grad_y: Tensor, weight: Tensor, problem: ConvProblem, be
     padding, rest = even_padding(p)
     left, right, top, bottom = rest or (0, 0, 0, 0)
     extents, sizes = p.kernel_extent, (p.H + top + bottom, p.W + left + right)
-    # What the strides leave over at the end of each axis.
+    # Rows and columns at the end of each axis that the strides do not reach.
     over = [
         size - ((out - 1) * stride - 2 * pad + extent)
         for size, out, stride, pad, extent in zip(sizes, (p.P, p.Q), p.stride, padding, extents, strict=True)
@@ -134,8 +134,8 @@ class CudnnBenchmark(Algorithm):
         return Grade.DIRECT
 
     def _may_search(self, problem: ConvProblem, *operands: Tensor) -> bool:
-        """Whether benchmarking can be on: a search would break a graph's capture, one that was made before does not.
-        PyTorch's results are kept by shapes and by how operands are aligned."""
+        """Whether benchmarking can be on. A search during the capture of a CUDA graph would break it; a search that is
+        already cached does not. PyTorch caches results by shapes and by the operands' alignment."""
         searched: set[object] = self._local.__dict__.setdefault("searched", set())
         key = (problem, operands[0].device.index, *(t.data_ptr() % 16 for t in operands))
         if _cuda_flags.capturing():
@@ -160,8 +160,8 @@ class CudnnBenchmark(Algorithm):
 
 
 def _in_cudnn(problem: ConvProblem) -> bool:
-    """Whether PyTorch hands this depthwise problem to cuDNN for certain: it does in channels_last. (In the other layout
-    a table of float16 shapes decides, in its source.)"""
+    """Whether PyTorch certainly hands this depthwise problem to cuDNN: it does in channels_last. (In the other layout
+    a table of float16 shapes in its source decides.)"""
     return _memory_format(problem) == torch.channels_last
 
 
@@ -198,7 +198,7 @@ class CudnnDepthwise(Algorithm):
 
 
 class NativeDepthwise(Algorithm):
-    """PyTorch's depthwise kernel, which knows NCHW only; gradients by `aten::convolution_backward` with cuDNN off."""
+    """PyTorch's depthwise kernel, for NCHW only; gradients by `aten::convolution_backward` with cuDNN switched off."""
 
     name = "native_depthwise"
     devices = frozenset({"cuda"})
@@ -250,7 +250,7 @@ def _contiguous(problem: ConvProblem) -> ConvProblem:
 
 
 class PaddedChannels(Algorithm):
-    """Zeros in place of missing channels: input channels add nothing to any sum, output channels are cut off."""
+    """Pads channels with zeros: extra input channels add nothing to any sum, extra output channels are cut off."""
 
     name = "padded_channels"
     devices = frozenset({"cuda"})
@@ -298,7 +298,7 @@ def _up(channels: int) -> int:
 
 
 def _filled(t: Tensor, first: int, second: int) -> Tensor:
-    """With zeros up to these sizes of its first two dimensions, in the layout it has."""
+    """The tensor with its first two dimensions filled up with zeros to these sizes, in its own layout."""
     if t.shape[:2] == (first, second):
         return t
     last = not t.is_contiguous() and t.is_contiguous(memory_format=torch.channels_last)
@@ -366,7 +366,7 @@ class SplitBatch(Algorithm):
         total: Tensor | None = None
         for part in self._parts(problem):
             grad = native_backward_weight(x[part], grad_y[part], problem._replace(N=part.stop - part.start))
-            # A part is rounded to 16 bits as it comes; at least their sum is not, once per part.
+            # Each part comes rounded to 16 bits; at least their sum is not rounded once per part.
             grad = grad.float() if problem.element_bytes == 2 else grad
             total = grad if total is None else total.add_(grad)
         assert total is not None

@@ -55,7 +55,7 @@ class NativeLayout(Algorithm):
     def _moved(self, tensor: Tensor) -> Tensor:
         moved = tensor.contiguous(memory_format=self._format)
         canonical = canonical_strides(tuple(moved.shape), self._layout)
-        # One channel or one pixel fits both layouts, and aten then takes the strides for a hint: give the right one.
+        # With one channel or one pixel both layouts fit, and aten goes by the strides: give the right ones.
         return moved if moved.stride() == canonical else moved.as_strided(moved.shape, canonical)
 
     def _as_moved(self, problem: ConvProblem) -> ConvProblem:

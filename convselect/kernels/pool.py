@@ -1,4 +1,4 @@
-"""The pool. Adding an algorithm: write its file, add it here; everything else finds it through `ALL`."""
+"""The pool of all algorithms. To add one, write its file and add it to `ALL`; everything else finds it there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The specification: a direct sum in float64, one kernel tap at a time. Slow, obvious, never chosen.
+"""The specification: a direct sum in float64, one kernel tap at a time. Slow, obvious, never chosen automatically.
 
 y[n, k, p, q] = sum over c, r, s of x[n, c, p*stride - pad + r*dil, q*stride - pad + s*dil] * weight[k, c, r, s]
 

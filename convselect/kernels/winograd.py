@@ -1,5 +1,5 @@
-"""Winograd's minimal filtering F(m x m, r x r), m = 2 to 7: (m + r - 1)^2 multiplications where a direct sum takes
-m^2 r^2; and F(m, r) along one axis for 1 x r and r x 1 kernels.
+"""Winograd's minimal filtering F(m x m, r x r), m = 2 to 7: (m + r - 1)^2 multiplications instead of the m^2 r^2 of a
+direct sum; and F(m, r) along one axis for 1 x r and r x 1 kernels.
 
 With d the (m + r - 1)^2 inputs that a tile of m x m outputs sees, g the kernel, o the element-wise product:
 
@@ -39,12 +39,12 @@ TILES: dict[tuple[int, int], tuple[int, ...]] = {
     (1, 7): (4,),
     (7, 1): (4,),
 }
-"""Kernel size -> sizes m of an output tile. Larger tiles lose too many digits, and smaller ones never won."""
+"""Kernel size -> sizes m of an output tile. Larger tiles round too much, and smaller ones were never the fastest."""
 
 _FRAIL_POINTS = 9
-"""With this many points m + r - 1 an error is near the bound: these want an image of `_FRAIL_IMAGE` pixels or more (of
-those outputs that see more padding than image little is left but the difference of large numbers), and count as
-`Grade.CLOSE` from `_FRAIL_RESULTS` results on (the error of fewer is a matter of luck)."""
+"""From this many points m + r - 1 on, rounding errors are near the bound. Such tiles need images of at least
+`_FRAIL_IMAGE` pixels along each axis (outputs that see more padding than image are little more than differences of
+large numbers), and count as `Grade.CLOSE` only for at least `_FRAIL_RESULTS` results (the error of fewer varies)."""
 _FRAIL_IMAGE = 7
 _FRAIL_RESULTS = 4096
 
@@ -67,9 +67,9 @@ _GRADIENT = (
 class Winograd(CAlgorithm):
     """F(m x m, r x r), or F(m, r) along one axis.
 
-    Parameters of the C kernel: `span_kib`, how many transformed inputs are held at a time; `inputs`, channels summed at
-    a time (more would cost digits); `outputs`, output channels whose transformed weights are held; `team`, on several
-    threads, whether each has tiles of its own (1) or all share them (2). 0: as the kernel decides.
+    Parameters of the C kernel: `span_kib`, KiB of transformed inputs that are held at a time; `inputs`, channels summed
+    at a time (more would round more); `outputs`, output channels whose transformed weights are held; `team`, with
+    several threads, whether each has its own tiles (1) or all share them (2). 0: the kernel decides.
     """
 
     revision = 2
@@ -135,7 +135,7 @@ class Winograd(CAlgorithm):
 
 @functools.cache
 def _space(algorithm: Winograd, gradient: bool, shared: bool) -> Space:
-    """The same for all problems of a kind: blocks no larger than the next above the channels there are."""
+    """One space for all problems of a kind. It allows blocks up to the next size above the number of channels."""
 
     def default(problem: ConvProblem) -> Values:
         if gradient:

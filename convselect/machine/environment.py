@@ -19,34 +19,35 @@ from convselect.base.version import __version__
 from convselect.machine import host
 
 MALLOC_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
-"""They decide whether glibc returns a large result's pages after every call and faults them in at the next."""
+"""Variables that decide whether glibc returns a large result's pages after every call and faults them in at the next.
+"""
 
 ISA_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
 
 _VARYING = ("load_average", "threads", "cpus")
-"""What differs from run to run without making times incomparable; a problem has its own thread count."""
+"""Fields that differ from run to run but leave times comparable; a problem has its own thread count."""
 
 _known: dict[str, tuple[str, dict[str, Any]]] = {}
 """Device -> (fingerprint, description)."""
 descriptions: dict[str, dict[str, Any]] = {}
-"""Fingerprint -> description, of all environments that `choice_environment` was asked for."""
+"""Fingerprint -> description, for all environments that `choice_environment` returned."""
 
 
 def fingerprint(description: Mapping[str, Any]) -> str:
-    """16 hex digits of the SHA-256 over all of a description that must be equal for times to be compared."""
+    """16 hex digits of the SHA-256 over the parts of a description that must be equal for times to be compared."""
     kept = {key: value for key, value in description.items() if key not in _VARYING}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def cpu_fingerprint() -> str:
-    """The fingerprint of this machine's processor, instruction set and torch. Measurements made here hold where it is
-    exactly the same."""
+    """The fingerprint of this machine's processor, instruction set and torch. Measurements made here are valid on
+    machines with exactly the same fingerprint."""
     return fingerprint(_cpu())
 
 
 def fingerprint_of(device: str) -> str | None:
-    """The fingerprint of this machine's processor, or of its current GPU; None if a GPU does not answer: then no choice
-    of another process can be known to hold."""
+    """The fingerprint of this machine's processor, or of its current GPU; None if a GPU does not answer: then choices
+    of other processes cannot be used."""
     try:
         return choice_environment(device)[0]
     except Exception:
@@ -54,13 +55,13 @@ def fingerprint_of(device: str) -> str | None:
 
 
 def choice_environment(device: str) -> tuple[str, dict[str, Any]]:
-    """(fingerprint, description) of what must be equal for a choice to hold.
+    """(fingerprint, description) of everything that must be equal for a choice to be valid.
 
     Args:
         device: "cpu", or "cuda" for the current GPU.
 
     Raises:
-        RuntimeError, AssertionError: whatever torch raises if a GPU does not answer.
+        RuntimeError, AssertionError: torch's error if a GPU does not answer.
     """
     place = device if device == "cpu" else f"{device}:{torch.cuda.current_device() if _has_cuda() else None}"
     found = _known.get(place)
@@ -109,7 +110,7 @@ def _gpu() -> dict[str, Any]:
 
 
 def run_environment() -> dict[str, object]:
-    """Where a measurement is made: everything known to change its result. Values have types of JSON."""
+    """The environment of a measurement: everything known to change its result. Values have JSON types."""
     return {
         "device": cpu_model(),
         "isa": torch.backends.cpu.get_cpu_capability(),
@@ -127,7 +128,7 @@ def run_environment() -> dict[str, object]:
 
 
 def cpu_model() -> str:
-    """The processor as /proc/cpuinfo names it, with family and model."""
+    """The processor's name in /proc/cpuinfo, with family and model."""
     try:
         fields = dict(
             re.split(r"\s*:\s*", line, maxsplit=1)
@@ -136,7 +137,7 @@ def cpu_model() -> str:
         )
     except OSError:
         fields = {}
-    # Hypervisors shorten the name ("AMD EPYC"); family and model still tell generations apart.
+    # Hypervisors shorten the name ("AMD EPYC"); family and model still identify the generation.
     name = fields.get("model name", "").strip() or platform.processor() or platform.machine()
     if "cpu family" in fields and "model" in fields:
         name += f" (family {fields['cpu family'].strip()} model {fields['model'].strip()})"

@@ -1,4 +1,4 @@
-"""What kind of machine this is, as far as an artifact is concerned: device family and native 16-bit support."""
+"""The properties of a machine that decide which artifact fits: device family and native 16-bit support."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def cpu_capability() -> str:
 def family_of_host(capability: str, machine: str | None = None, c_kernels: bool | None = None) -> str:
     """Name of a CPU's device family, for example "cpu-x86-avx2-c" or "cpu-arm-default".
 
-    The suffix "-c" stands for the C kernels: without them the same algorithms are PyTorch's operations, whose times say
-    nothing about the kernels'.
+    The suffix "-c" stands for the C kernels: without them the same algorithms run in PyTorch operations, whose times
+    say nothing about the kernels.
 
     Args:
         capability: as `cpu_capability` returns it.
         machine: as `platform.machine` returns it; default: this machine's.
-        c_kernels: whether they are loaded; default: as here.
+        c_kernels: whether they are loaded; default: as in this process.
     """
     machine = (machine or platform.machine()).lower()
     suffix = "-c" if (_library.available() if c_kernels is None else c_kernels) else ""

@@ -18,8 +18,8 @@ _VERSIONS = (
 def free_bytes(device: str) -> int | None:
     """Bytes that can be allocated on this kind of device now; None if that is not known.
 
-    On the CPU, what the system counts as available, within the limits of the process's control groups. On "cuda", what
-    is free on the current device, and what PyTorch's caching allocator holds without using it.
+    On the CPU, the system's available memory, within the limits of the process's control groups. On "cuda", the free
+    memory of the current device, plus what PyTorch's caching allocator holds unused.
 
     Args:
         device: "cpu" or "cuda".
@@ -27,7 +27,7 @@ def free_bytes(device: str) -> int | None:
     try:
         if device == "cuda":
             if not torch.cuda.is_available():
-                return None  # the problem is another machine's
+                return None  # the problem is for another machine
             cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
             return int(torch.cuda.mem_get_info()[0]) + cached
         import psutil  # takes 10 ms, and most choices never need it

@@ -2,8 +2,8 @@
 
 Every applicable automatic algorithm within the workspace budget is checked against float64 first (a wrong one is
 recorded and never timed), then timed in interleaved rounds. Those more than 2.5 times slower than the fastest after two
-warm rounds are dropped; native never is. With one thread the label is CPU time of the calling thread, which neighbours
-on the machine disturb least; with more it is wall time.
+warm rounds are dropped; native never is. With one thread the label is CPU time of the calling thread, which other
+processes on the machine disturb least; with more it is wall time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from convselect.kernels.pool import ALL, BY_NAME
 from convselect.measure.rows import NATIVE, Row
 
 ERROR_BOUNDS = {"float64": 1e-11, "float32": 2e-4, "float16": 5e-3, "bfloat16": 3e-2}
-"""Relative L2 error beyond which a result is wrong, whatever its error grade: about ten times the loosest grade."""
+"""Relative L2 error beyond which a result is wrong, for any error grade: about ten times the loosest grade."""
 
 _WARM_ROUNDS, _ROUNDS, _SLOW_ROUNDS = 2, 9, 7
 _SLOW_US = 5_000.0
@@ -71,7 +71,7 @@ def measure_problem(
     """One row per applicable automatic algorithm (native always), checked first, then timed on `problem.threads`.
 
     Args:
-        model: for the rows.
+        model: name of the network, for the rows.
         workspace_bytes: budget per algorithm; default: that of the current settings.
         deadline_s: bound on the timed rounds after the first two, which are always run.
         repeat: number of this measurement of the problem; each has its own random orders, the operands are the same.
@@ -120,8 +120,8 @@ def _format(tensor: Tensor) -> torch.memory_format:
 def _call(
     algorithm: Algorithm, a: Tensor, b: Tensor, problem: ConvProblem, format: torch.memory_format
 ) -> Callable[[], Tensor]:
-    # What dispatch adds is part of the time: restoring the strides that native's result has, and checking that a
-    # transform's result is finite.
+    # The time includes what dispatch adds: restoring the strides of native's result, and checking that a transform's
+    # result is finite.
     def call() -> Tensor:
         result = algorithm.run(a, b, problem)
         if algorithm.spreads_nonfinite:
@@ -149,7 +149,7 @@ def check(algorithm: Algorithm, a: Tensor, b: Tensor, problem: ConvProblem, want
 def _timed(
     calls: Mapping[str, Callable[[], object]], seed: int, deadline_s: float, status: dict[str, str], *, wall: bool
 ) -> dict[str, timing.Timing]:
-    """name -> its samples; those dropped after the warm rounds become "censored" in `status`."""
+    """Name -> its samples; algorithms dropped after the warm rounds become "censored" in `status`."""
     if not calls:
         return {}
     deadline = timing.Deadline(deadline_s)
@@ -160,7 +160,7 @@ def _timed(
     for name in calls.keys() - kept.keys():
         status[name] = "censored"
     rounds = (_SLOW_ROUNDS if fastest > _SLOW_US else _ROUNDS) - _WARM_ROUNDS
-    # If native alone is left, more rounds would not change that it wins.
+    # If only native is left, more rounds would not change the winner.
     if len(kept) > 1 and not deadline.passed:
         rest = timing.interleaved(kept, rounds, seed=seed + 1, deadline_s=deadline.remaining_s)
         for name, t in rest.items():

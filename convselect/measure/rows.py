@@ -15,10 +15,10 @@ NATIVE = "native"
 STATUSES = ("ok", "wrong", "failed", "censored")
 
 PLAN_COST_US = {Direction.FORWARD: 25.0, Direction.BACKWARD_DATA: 60.0, Direction.BACKWARD_WEIGHT: 60.0}
-"""What running through a plan adds to an algorithm's time in a call: `python -m benchmarks.overhead` prints it. It
-decides on tiny problems. Times in rows are without it."""
+"""Overhead per call of running an algorithm through a plan: `python -m benchmarks.overhead` prints it. It decides the
+choice for tiny problems. Times in rows do not include it."""
 PLAN_COST_CUDA_US = 3.0
-"""The same on a GPU, whose queue hides most of what the host adds. A guess until one is measured."""
+"""The same on a GPU, whose queue hides most of the host's overhead. A guess, not measured."""
 
 KERNEL_CLASSES = ("1x1", "3x3", "strided", "depthwise", "grouped", "large", "other")
 
@@ -29,13 +29,13 @@ class Row(NamedTuple):
     Attributes:
         model: the network that the problem is from, or another name for its origin.
         status: "ok"; "censored": dropped after the first rounds as hopeless, with the time of those; "wrong": its
-            result was, and it was never timed; "failed": it raised.
-        clock: what the times are: "thread", CPU time of the calling thread (with one thread); "wall"; or "event", a
-            GPU's own.
+            result was wrong, so it was not timed; "failed": it raised.
+        clock: kind of times: "thread", CPU time of the calling thread (with one thread); "wall"; or "event", a GPU's
+            own.
         min_us, median_us, p20_us, p80_us: in microseconds; NaN if there are none.
         wall_us: median wall time of the same calls (with events: of the GPU).
         rounds: number of timed calls.
-        repeat: 1 for a second, independent measurement, which tells how far the first can be trusted; else 0.
+        repeat: 1 for a second, independent measurement, which shows how reliable the first is; else 0.
     """
 
     model: str
@@ -59,7 +59,7 @@ _HEADERS = (HEADER, HEADER[:-1])  # files from before problems were measured twi
 
 
 def kernel_class(problem: ConvProblem) -> str:
-    """Which of `KERNEL_CLASSES` a problem is sampled and reported under."""
+    """The one of `KERNEL_CLASSES` under which a problem is sampled and reported."""
     p = problem
     if max(p.R, p.S) >= 7:
         return "large"
@@ -137,7 +137,7 @@ def _problem(cells: Sequence[str]) -> ConvProblem:
 
 
 def environment_path(path: str | Path) -> Path:
-    """The file beside a CSV file of times that describes where they were measured."""
+    """The file beside a CSV file of times that describes the environment of the measurement."""
     return Path(f"{path}.env.json")
 
 

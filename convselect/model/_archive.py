@@ -1,4 +1,4 @@
-"""Files of a card and arrays, `.npz` without pickles: what artifacts and files of parameter networks have in common."""
+"""Model files: a card (JSON text) and arrays as `.npz` without pickles, for artifacts and parameter networks."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ def finite(arrays: Mapping[str, Array], what: str) -> dict[str, Array]:
 
 
 def write(path: str | os.PathLike[str], card: str, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-    """Write a file, and its card once more as readable `.json` beside it. Same input, same bytes; each file appears
-    whole or not at all.
+    """Write a file, and a copy of its card as readable `.json` beside it. Same input, same bytes; each file appears
+    complete or not at all.
 
     Raises:
-        OSError: if that is not possible.
+        OSError: if a file cannot be written.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,15 +1,15 @@
 """Calibration for a new machine: time a few problems, add a correction per algorithm to the nearest artifact.
 
-What a model learned elsewhere is mostly right here as well: how algorithms scale with sizes is their own. What differs
-is how they stand to native as a whole (another processor, another oneDNN). A shrunk additive correction of
-ln(t_native / t) per algorithm, from 20 to 60 problems, takes most of that back:
+A model from another machine is mostly right here as well: how an algorithm scales with sizes hardly depends on the
+machine. Its overall speed relative to native does (another processor, another oneDNN). A shrunk additive correction of
+ln(t_native / t) per algorithm, from 20 to 60 problems, corrects most of that:
 
     b_a = n / (n + SHRINK) * median over n problems of (measured gain - predicted gain)
 
-over the problems on which the algorithm is near native or better, as measured or as predicted: training does not ask a
-model how slow slow algorithms are, and a mean over all problems made good models worse.
+over the problems on which the algorithm is near native or better, measured or predicted: a model is not trained to say
+how slow slow algorithms are, and a mean over all problems made good models worse.
 
-The correction is kept in the user's cache, under the fingerprint of the machine, and holds for that machine alone.
+The correction is kept in the user's cache, under the fingerprint of the machine, and is valid for that machine alone.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from convselect.model.loaded import calibration_path, digest, nearest_artifact
 SHRINK = 4.0
 """Weight of a correction of 0, in problems: few measurements change little."""
 RELEVANT = -0.3
-"""Least ln(t_native / t), measured or predicted, of an algorithm that says something about its correction."""
+"""Least ln(t_native / t), measured or predicted, of a time that counts for an algorithm's correction."""
 PROBLEMS = Path(__file__).parent / "calibration.txt"
-"""Layers of networks in random order, stratified by kernel class, all directions: what `sampling.draw` gives of
+"""Layers of networks in random order, stratified by kernel class, all directions: the result of `sampling.draw` on
 benchmarks/problems.csv at batches of 1, 2 and 8, in float32, without the largest."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a calibration found.
+    """The result of a calibration.
 
     Attributes:
         artifact: the model file that was corrected.
-        problems: how many were timed.
-        bias: algorithm -> correction of its predicted ln(t_native / t); those of which nothing was seen are not in it.
-        times: algorithm -> how many problems said something about it.
-        path: where the correction was written; None if it was not.
+        problems: number of problems timed.
+        bias: algorithm -> correction of its predicted ln(t_native / t); without algorithms for which no time counted.
+        times: algorithm -> number of problems that counted for its correction.
+        path: the file with the correction; None if it was not written.
     """
 
     artifact: str
@@ -61,13 +61,13 @@ class Report:
 
 
 def problems(threads: int = 1) -> list[ConvProblem]:
-    """The problems to time, in order: whatever prefix is measured has something of everything."""
+    """The problems to time, in order: each prefix is a mixture of all kinds."""
     lines = PROBLEMS.read_text().splitlines()
     return [ConvProblem.parse(line)._replace(threads=threads) for line in lines if line and not line.startswith("#")]
 
 
 def fit_bias(gains: Iterable[tuple[str, float, float]]) -> tuple[dict[str, float], dict[str, int]]:
-    """(correction, number of times) per algorithm, out of (algorithm, measured gain, predicted gain); not of native."""
+    """(correction, number of times) per algorithm except native, from (algorithm, measured gain, predicted gain)."""
     residuals: dict[str, list[float]] = {}
     for name, measured, predicted in gains:
         if name != NATIVE and max(measured, predicted) > RELEVANT:
@@ -78,7 +78,7 @@ def fit_bias(gains: Iterable[tuple[str, float, float]]) -> tuple[dict[str, float
 
 
 def gains_of(rows: Sequence[Row], predictor: Predictor) -> list[tuple[str, float, float]]:
-    """(algorithm, measured gain, predicted gain) of one problem's rows; a plan's cost counts, as in training."""
+    """(algorithm, measured gain, predicted gain) of one problem's rows; with the cost of a plan, as in training."""
     times = {row.algorithm: row.min_us for row in rows if row.status in ("ok", "censored")}
     prediction = predictor.predict(rows[0].problem)
     if NATIVE not in times or prediction is None:
@@ -105,7 +105,7 @@ def calibrate(
     Args:
         measure: problem -> its rows; default: `measure_problem` with every algorithm.
         write: False: only report.
-        on_problem: called with (problems timed, problems there are).
+        on_problem: called with (problems timed, all problems).
 
     Raises:
         ArtifactError: if there is no artifact to correct, or it is damaged.

@@ -1,9 +1,8 @@
 """Collect measured times into a store, within a time budget, so that it can be interrupted and continued.
 
 A collection is divided into blocks of problems between two timings of a *sentinel*, a fixed native convolution: if
-its time changed, so did the machine, and whoever reads the store can leave the block out. At the
-end some of the problems are measured a second time, independently: how often the winner changes is how far any label
-can be trusted.
+its time changed, so did the machine, and readers of the store can leave the block out. At the end some of the problems
+are measured a second time, independently: how often the winner changes says how reliable the labels are.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ Item = tuple[str, ConvProblem]
 
 @dataclass
 class Report:
-    """What a collection did.
+    """The result of a collection.
 
     Attributes:
-        measured, repeated: problems measured now for the first and the second time.
-        skipped: problems that the store had already.
-        wrong, failed: (algorithm, problem) whose result was not right, or that raised.
+        measured, repeated: numbers of problems measured now for the first and the second time.
+        skipped: number of problems that the store had already.
+        wrong, failed: (algorithm, problem) with a wrong result, or that raised.
         drift: block -> ratio by which the sentinel moved across it.
         interrupted: whether the user ended it.
     """
@@ -69,8 +68,8 @@ class Runner(Protocol):
 
 
 def environment() -> dict[str, Any]:
-    """The description under which this process's measurements are stored: what makes times comparable, and what helps
-    to understand them."""
+    """The description under which this process's measurements are stored: everything that must be equal for times to be
+    compared, and facts that help to understand them."""
     capability = host.cpu_capability()
     return {
         **run_environment(),
@@ -80,7 +79,7 @@ def environment() -> dict[str, Any]:
 
 
 def in_this_process(algorithms: Sequence[Algorithm] = ALL) -> Runner:
-    """One problem after the other, here."""
+    """Measures one problem after the other, in this process."""
 
     def run(items: Iterable[tuple[str, ConvProblem, int]]) -> Iterator[list[Row]]:
         for model, problem, repeat in items:
@@ -90,7 +89,7 @@ def in_this_process(algorithms: Sequence[Algorithm] = ALL) -> Runner:
 
 
 def sentinel_us() -> float:
-    """The sentinel's time on one thread: the least of 15 samples, which a neighbour's burst does not reach."""
+    """The sentinel's time on one thread: the least of 15 samples, since short bursts of other processes miss some."""
     a, b = operands(SENTINEL)
     with torch.no_grad(), threads(1):
         run = timing.interleaved({NATIVE: lambda: BY_NAME[NATIVE].run(a, b, SENTINEL)}, 15)
@@ -115,17 +114,18 @@ def collect(
     """Measure problems into the store; those it has, in this environment and for this pool, are skipped.
 
     Args:
-        problems: (model, problem); their `threads` say on how many they are measured.
-        runner: where they run; default: in this process.
-        description: the environment; default: this process's. With a runner elsewhere, that of its machines.
-        minutes: stop after the problem during which this much time has passed; part of it is kept for the second
-            measurements. None: when the problems end.
+        problems: (model, problem); each is measured on `problem.threads` threads.
+        runner: measures the problems; default: in this process.
+        description: the environment; default: this process's. With a runner on other machines, theirs.
+        minutes: stop after the problem during which this time runs out; part of it is reserved for the second
+            measurements. None: measure all problems.
         repeat_share: share of the problems measured now that is measured a second time.
         block_size: problems between two sentinels.
-        device: the kind of device that the problems are for; algorithms of others are no part of the pool.
+        device: the kind of device that the problems are for; algorithms for others are not part of the pool.
         on_problem: called after each with the problem and whether it was measured now.
 
-    Ctrl-C ends it early, with `interrupted` set in the report; a killed process leaves whole problems behind.
+    Ctrl-C ends it early, with `interrupted` set in the report; if the process is killed the store has only complete
+    problems.
     """
     environment_number = store.environment(description if description is not None else environment())
     pool = pool_fingerprint({a.name: a.revision for a in algorithms if a.automatic and device in a.devices})
@@ -220,11 +220,11 @@ class _Collection:
 
 
 def measure_task(model: str, problem: ConvProblem, repeat: int) -> list[Row]:
-    """What a Dask worker runs: one problem, while no other worker of the same machine measures."""
+    """The task of a Dask worker: one problem, while no other worker of the same machine measures."""
     from distributed import Lock
 
-    # Two measurements at a time on one device would time each other. The scheduler's lock is per host, since that is
-    # what workers share: they may be many per machine, and machines may be many.
+    # Two measurements at a time on one device would disturb each other. The scheduler has a lock per host, since
+    # workers share hosts: there may be many workers per machine, and many machines.
     with Lock(f"convselect {socket.gethostname()}"):
         return measure_problem(model, problem, repeat=repeat)
 
@@ -266,7 +266,7 @@ def on_dask(client: Any, ahead: int = 4) -> tuple[Runner, dict[str, Any]]:
         def hand_out() -> bool:
             item = next(waiting, None)
             if item is not None:
-                # `pure=False`: a second measurement of the same problem is no cached result.
+                # `pure=False`: a second measurement of the same problem must not return a cached result.
                 pending.add(client.submit(measure_task, *item, pure=False, retries=1))
             return item is not None
 

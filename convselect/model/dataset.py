@@ -1,4 +1,4 @@
-"""Measured times as one table for training, from stores, our CSV files and other people's; network families, folds."""
+"""Measured times as one table for training, from stores, our CSV files and those of others; network families, folds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from convselect.store.times import read_times
 
 
 def family_of(model: str) -> str:
-    """The network family that a model name begins with: "resnet" of "resnet50d", also of "tf_resnet50"."""
+    """The network family of a model name: "resnet" for "resnet50d" and "tf_resnet50"."""
     found = re.match(r"(?:(?:tf|test|legacy)_)*([a-z]+)", model.lower())
     return found.group(1) if found else model.lower()
 
@@ -72,9 +72,9 @@ class Table:
 
     @classmethod
     def from_rows(cls, rows: Iterable[Row]) -> Table:
-        """Only the latest revision of each algorithm counts, and the lower time of two rows for the same problem. Left
-        out are second measurements (`repeat`), which judge the first, and problems without a time for native or for
-        any other algorithm.
+        """Make a table of the latest revision of each algorithm, with the lower time of two rows for the same problem.
+        Left out are second measurements (`repeat`), which serve to judge the first, and problems without a time for
+        native or for any other algorithm.
 
         Raises:
             ValueError: if nothing is left.
@@ -111,7 +111,7 @@ class Table:
         return self.names.index(NATIVE) if NATIVE in self.names else None
 
     def with_plan_costs(self) -> Table:
-        """The table with what running through a plan costs added to every time but native's, which needs no plan."""
+        """The table with the cost of running through a plan added to every time but native's, which needs no plan."""
         costs_us = [PLAN_COST_US[p.direction] if p.device == "cpu" else PLAN_COST_CUDA_US for p in self.problems]
         times_us = self.times_us + np.array(costs_us)[:, None]
         if self.native is not None:
@@ -137,9 +137,9 @@ def read_wide(path: str | Path) -> Table:
     """A table of times measured by others: CSV (`.gz`: compressed) with one line per problem and one column
     `<name>_ms` per algorithm, milliseconds, empty if it does not apply.
 
-    Columns N C H W K R S stride_h/w pad_h/w dil_h/w groups are needed; direction (forward), dtype (FP32), layout (NCHW)
-    and a source (`model`, `source` or `arch`) may be missing. Lines with fewer than two times, of which there is
-    nothing to choose, are left out.
+    Columns N C H W K R S stride_h/w pad_h/w dil_h/w groups are needed; direction (default: forward), dtype (FP32),
+    layout (NCHW) and a source (`model`, `source` or `arch`) may be missing. Lines with fewer than two times are left
+    out, since they offer no choice.
 
     Raises:
         ValueError: if columns are missing, a cell is not a number, or nothing is left; with file and line.
@@ -192,11 +192,11 @@ def is_wide(path: str | Path) -> bool:
 
 
 def folds(models: Sequence[str], n_folds: int, seed: int = 0) -> tuple[npt.NDArray[np.int64], str]:
-    """(fold number of each problem, what was kept apart: "family" or "problem").
+    """(fold number of each problem, the unit that folds keep together: "family" or "problem").
 
-    All problems of a network family are in one fold: layers of relatives are near duplicates, and a split that
-    separates them flatters. With fewer families than folds there are as many folds as families; with one family,
-    problems are split at random.
+    All problems of a network family are in one fold: layers of related networks are near duplicates, and a split that
+    separates them gives figures that are too good. With fewer families than folds there are as many folds as families;
+    with one family, problems are split at random.
     """
     order = np.random.default_rng(seed)
     families = [family_of(model) for model in models]
@@ -206,7 +206,7 @@ def folds(models: Sequence[str], n_folds: int, seed: int = 0) -> tuple[npt.NDArr
     n_folds = min(n_folds, len(distinct))
     sizes = np.zeros(n_folds, np.int64)
     fold_of: dict[str, int] = {}
-    # Largest first into the emptiest fold; ties in an order that depends on the seed alone.
+    # Put the largest family first, always into the smallest fold; the order of ties depends on the seed alone.
     count = {family: families.count(family) for family in distinct}
     shuffled = [distinct[i] for i in order.permutation(len(distinct))]
     for family in sorted(shuffled, key=lambda f: -count[f]):

@@ -1,7 +1,7 @@
-"""How good choices are on measured times: figures, splits, and cross-validation of anything that ranks algorithms.
+"""Judge choices by measured times: figures, splits, and cross-validation of anything that ranks algorithms.
 
-Throughout, `times_us` is (n, c) with NaN if an algorithm does not apply, and `gains` (n, c) are predicted
-ln(t_reference / t), the reference being native or, if native was not measured, any constant per problem.
+In this file `times_us` is (n, c) with NaN if an algorithm does not apply, and `gains` (n, c) are predicted
+ln(t_reference / t); the reference is native or, if native was not measured, any constant per problem.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from convselect.measure.rows import Row, kernel_class
 from convselect.model.dataset import Table, family_of, folds
 
 MARGINS = (0.15, 0.2, 0.25, 0.3, 0.4)
-"""Candidates for the predicted ln(t_native / t) up to which native is kept. None is lower, although 0.1 would do on
-these measurements: they find their operands in the caches, and in ResNet-18 at two threads, algorithms predicted at
-1.1 to 1.3 times native's speed ran at 0.9 to 1.1 in place. From 0.1 to 0.15 half a hundredth of the speed-up goes, and
-so do four in ten of the problems that become slower."""
+"""Candidates for the predicted ln(t_native / t) up to which native is kept. None is lower, although 0.1 would do for
+the measurements: their operands are in the caches, and in ResNet-18 at two threads, algorithms with predicted speeds of
+1.1 to 1.3 times native's had 0.9 to 1.1 inside the network. Going from 0.1 to 0.15 loses 0.5 % of the speed-up, and
+removes 40 % of the problems that become slower."""
 MARGIN_COST = 0.005
-"""Geometric speed-up, relative, that a margin may cost for the harm it prevents."""
+"""Relative loss of geometric mean speed-up that a margin may cost for the slow-downs it prevents."""
 SLOWER = 1.02
-"""A problem counts as slower than native from here on: differences below are noise."""
+"""From this ratio of times on a problem counts as slower than native: smaller differences are noise."""
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -37,9 +37,9 @@ Ints = npt.NDArray[np.int64]
 
 
 def admitted(table: Table, precision: str = "native") -> Floats:
-    """The times (n, c) of what `choose` may take under a precision budget; NaN for algorithms over it.
+    """The times (n, c) of the algorithms that `choose` may take under a precision budget; NaN for others.
 
-    Networks learn from all times, so that they serve every budget; figures and margin are for the default one.
+    Models learn from all times, so that they serve every budget; figures and margin are for the default budget.
     """
     times = table.times_us.copy()
     for column, name in enumerate(table.names):
@@ -51,7 +51,7 @@ def admitted(table: Table, precision: str = "native") -> Floats:
 
 
 def chosen(gains: Floats, times_us: Floats, margin: float, native: int | None = 0) -> Ints:
-    """What `choose` takes, (n,): the best applicable by prediction, or native up to the margin."""
+    """The choices of `choose`, (n,): the applicable algorithm with the best prediction, or native up to the margin."""
     masked = np.where(np.isfinite(times_us), gains, -np.inf)
     best: Ints = masked.argmax(1).astype(np.int64)
     if native is not None:
@@ -60,7 +60,7 @@ def chosen(gains: Floats, times_us: Floats, margin: float, native: int | None = 
 
 
 def best_of(gains: Floats, times_us: Floats, k: int) -> Ints:
-    """The fastest, as measured, of the k predicted best, (n,): what verification by timing k candidates would take."""
+    """The fastest, as measured, of the k best by prediction, (n,): the choice after timing k candidates."""
     order = np.argsort(-np.where(np.isfinite(times_us), gains, -np.inf), axis=1)[:, :k]
     of_those = np.take_along_axis(np.where(np.isfinite(times_us), times_us, np.inf), order, 1)
     picked: Ints = np.take_along_axis(order, of_those.argmin(1)[:, None], 1)[:, 0]
@@ -68,21 +68,21 @@ def best_of(gains: Floats, times_us: Floats, k: int) -> Ints:
 
 
 def fixed_order(times_us: Floats) -> list[int]:
-    """Columns by how often they are fastest: the best single rule is the first of them that applies."""
+    """Columns, sorted by how often they are fastest. The best fixed rule is to take the first of them that applies."""
     wins = Counter(np.nanargmin(times_us, 1).tolist())
     return sorted(range(times_us.shape[1]), key=lambda column: (-wins[column], column))
 
 
 def best_single(times_us: Floats, order: Sequence[int]) -> Ints:
-    """What the rule "the first of `order` that applies" takes, (n,)."""
+    """The choices of the rule "the first of `order` that applies", (n,)."""
     finite = np.isfinite(times_us)[:, list(order)]
     taken: Ints = np.array(order, np.int64)[finite.argmax(1)]
     return taken
 
 
 def judge(choice: Ints, times_us: Floats, native: int | None = 0) -> dict[str, float]:
-    """How good choices (n,) are on measured times (n, c). Fraction of oracle = oracle time / chosen time; what compares
-    with native is left out if there is none."""
+    """Figures of choices (n,) on measured times (n, c). Fraction of oracle = oracle time / chosen time; figures that
+    compare with native are left out if native was not measured."""
     rows = np.arange(len(choice))
     oracle, taken = np.nanmin(times_us, 1), times_us[rows, choice]
     fraction = oracle / taken
@@ -116,8 +116,8 @@ def geomean(ratios: Floats) -> float:
 
 
 def best_margin(gains: Floats, times_us: Floats, native: int | None = 0) -> float:
-    """The margin that harms the fewest problems among those that cost next to no speed (`MARGIN_COST`); 0 if there is
-    no native to keep."""
+    """Of the margins that cost next to no speed (`MARGIN_COST`), the one with the fewest slower problems; 0 without
+    native."""
     if native is None:
         return 0.0
     found = {margin: judge(chosen(gains, times_us, margin, native), times_us, native) for margin in MARGINS}
@@ -127,8 +127,8 @@ def best_margin(gains: Floats, times_us: Floats, native: int | None = 0) -> floa
 
 
 def source_of(model: str) -> str:
-    """What kind of list a layer is from: "network"; "random"; or "test list", the edge cases that libraries test
-    themselves with and no network has. The models of those are named `library:list`."""
+    """The kind of list that a layer is from: "network"; "random"; or "test list", the edge cases of libraries' own
+    tests, which no network has. The models of those are named `library:list`."""
     if family_of(model).startswith("loguniform"):
         return "random"
     return "test list" if ":" in model else "network"
@@ -140,7 +140,7 @@ def by_group(table: Table) -> dict[str, list[str]]:
         "by_direction": [str(p.direction) for p in table.problems],
         "by_kernel_class": [kernel_class(p) for p in table.problems],
         "by_dtype": [p.dtype for p in table.problems],
-        # Random layers have no relatives to be kept apart from, and are easier or harder than those of networks.
+        # Random layers have no relatives in other folds, and are easier or harder than those of networks.
         "by_source": [source_of(m) for m in table.models],
         "by_threads": [str(p.threads) for p in table.problems],
     }
@@ -150,7 +150,7 @@ def by_group(table: Table) -> dict[str, list[str]]:
 
 
 def confidence(gains: Floats, times_us: Floats, sharpness: float) -> Floats:
-    """The probability of the predicted best (n,): its share of a softmax over applicable algorithms."""
+    """The probability of the algorithm with the best prediction, (n,): a softmax over applicable algorithms."""
     scores = np.where(np.isfinite(times_us), gains * sharpness, -np.inf)
     scores -= scores.max(1, keepdims=True)
     result: Floats = 1.0 / np.exp(scores).sum(1)
@@ -158,8 +158,8 @@ def confidence(gains: Floats, times_us: Floats, sharpness: float) -> Floats:
 
 
 def best_sharpness(gains: Floats, times_us: Floats) -> float:
-    """The factor on gains for which a softmax says most truly which algorithm is fastest: least cross-entropy with the
-    measured winner, over a grid of ratios of 2^(1/4)."""
+    """The factor on gains that calibrates their softmax best: least cross-entropy with the measured winner, over a grid
+    with ratio 2^(1/4)."""
     winner = np.nanargmin(times_us, 1)
 
     def loss(sharpness: float) -> float:
@@ -189,11 +189,12 @@ SPLITS = ("family", "random", "class", "batch", "problem")
 
 
 def split(table: Table, how: str, n_folds: int = 5, seed: int = 0) -> tuple[Ints, str]:
-    """(fold of each problem, what was kept apart). All but "random" keep groups together: network families, kernel
-    classes, batch sizes, or, with "problem", the same sizes in other directions, element types and layouts.
+    """(fold of each problem, the unit that folds keep together). All but "random" keep groups together: network
+    families, kernel classes, batch sizes, or, with "problem", the same sizes in other directions, element types and
+    layouts.
 
     Raises:
-        ValueError: for a split that is not in `SPLITS`, or whose groups are one.
+        ValueError: if the split is not in `SPLITS`, or there is only one group.
     """
     if how == "family":
         return folds(table.models, n_folds, seed)
@@ -213,12 +214,12 @@ def split(table: Table, how: str, n_folds: int = 5, seed: int = 0) -> tuple[Ints
 
 
 Fit = Callable[[Table], Callable[[Table], Floats]]
-"""Learns from one table; the result says predicted gains (n, c) of another."""
+"""Learns from one table; the returned function predicts gains (n, c) for another."""
 
 
 def held_out(table: Table, fit: Fit, fold: Ints, only: Iterable[int] | None = None) -> tuple[Floats, Ints]:
-    """(gains (m, c), indices (m,)) of the problems of the folds `only` (default: all), each predicted by what was
-    learned from the other folds."""
+    """(gains (m, c), indices (m,)) of the problems of the folds `only` (default: all), each fold predicted by a model
+    trained on the other folds."""
     gains = np.full(table.times_us.shape, np.nan)
     wanted = sorted(set(fold.tolist())) if only is None else list(only)
     for k in wanted:
@@ -231,7 +232,7 @@ def cross_validated(
     table: Table, fit: Fit, fold: Ints, only: Iterable[int] | None = None
 ) -> tuple[Floats, dict[str, Any]]:
     """(held-out gains (m, c), figures on those problems). The margin of a fold is chosen on the other folds' held-out
-    gains; if only one fold was held out, on one of the others, learned from the rest."""
+    gains; if only one fold was held out, on one of the others with a model trained on the rest."""
     gains, members = held_out(table, fit, fold, only)
     times, native, of = admitted(table)[members], table.native, fold[members]
     choice = np.zeros(len(members), np.int64)
@@ -270,10 +271,10 @@ def cross_validated(
 
 
 def label_noise(rows: Iterable[Row]) -> dict[str, float] | None:
-    """What second measurements say of the first: how often the winner changes, and the fraction of oracle that a
-    perfect reader of the first measurement reaches when the second one judges. None without second measurements.
+    """Noise of the labels, from second measurements: how often the winner changes, and the fraction of oracle that the
+    first measurement's winner reaches in the second measurement. None without second measurements.
 
-    A difference between two models that is smaller than what the second figure misses of 1 is no difference.
+    Differences between models that are smaller than 1 minus the second figure mean nothing.
     """
     times: dict[int, dict[Any, dict[str, float]]] = {0: {}, 1: {}}
     for row in rows:
@@ -301,7 +302,7 @@ def label_noise(rows: Iterable[Row]) -> dict[str, float] | None:
 
 
 def summary(title: str, found: Mapping[str, float]) -> list[str]:
-    """One line of a table of figures; "-" for what compares with a native that there is not."""
+    """One line of a table of figures; "-" for figures that need native if it was not measured."""
 
     def cell(name: str, form: str) -> str:
         return format(found[name], form) if name in found else "-"

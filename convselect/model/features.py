@@ -1,7 +1,7 @@
-"""`features(problem)`: the numbers a model sees. The one source for training and for run time.
+"""`features(problem)`: a model's input vector, the same code for training and at run time.
 
-Log2 of every size, and of the work, traffic and matrix shape that follow from them, because time is a product of
-powers of sizes to first order and a network sees sums best; flags for what makes an algorithm's fast path available.
+Log2 of every size, and of the work, traffic and matrix shape that follow from them: to first order time is a product
+of powers of sizes, and networks represent sums best. Flags say whether an algorithm's fast path is available.
 Source of the set: the inputs of the Reformer (ICLR 2025 submission 13039) and of MIOpen's TunaNet, in log2
 instead of raw sizes, plus derived quantities.
 
@@ -19,7 +19,7 @@ import numpy.typing as npt
 from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction
 
 FEATURES_VERSION = 3
-"""Goes up with every change to `FEATURE_NAMES` or to what a feature means; artifacts are then retrained."""
+"""Raise it with every change to `FEATURE_NAMES` or to the meaning of a feature, and retrain the artifacts."""
 
 FEATURE_NAMES: tuple[str, ...] = (
     # log2 of sizes
@@ -28,7 +28,7 @@ FEATURE_NAMES: tuple[str, ...] = (
     *("stride_h", "stride_w", "dil_h", "dil_w", "pad_h", "pad_w"),
     # log2 of the work, the compulsory traffic, their ratio, and the matrix product per group
     *("flops", "bytes", "intensity", "gemm_m", "gemm_n", "gemm_k"),
-    # the power of two that divides, up to 7: vectors, alignment, tiles without a rest
+    # the exponent of the largest power of two that divides, up to 7: vectors, alignment, tiles without a remainder
     *(f"twos_{size}" for size in ("C", "K", "C/G", "K/G", "N", "W", "Q", "HW", "PQ", "NPQ")),
     # log2 of computed over useful results when the matrix product is cut into tiles of this size
     *(f"waste_gemm_{side}_{tile}" for tile in (16, 32, 64, 128) for side in "mnk"),
@@ -49,7 +49,7 @@ def features(problem: ConvProblem) -> npt.NDArray[np.float32]:
     """The feature vector of `problem`, shape (len(FEATURE_NAMES),), float32, fresh and writable.
 
     Raises:
-        ValueError: if a size is not positive (an empty batch, a kernel larger than the image): nothing to predict.
+        ValueError: if a size is not positive (an empty batch, a kernel larger than the image).
     """
     (direction, N, C, H, W, K, R, S, stride_h, stride_w, pad_top, pad_bottom, pad_left, pad_right,
      dil_h, dil_w, G, dtype, layout, weight_layout, _, threads, deterministic, tf32, frozen) = problem  # fmt: skip
@@ -79,10 +79,10 @@ def features(problem: ConvProblem) -> npt.NDArray[np.float32]:
         gemm_m, gemm_n, gemm_k = log_k, taps, spatial
         m, n, k = depth_k - 1, filter_size - 1, npq - 1
 
-    # What a Winograd algorithm tiles: the image it computes, or, for the weight gradient, grad_y.
+    # The image that a Winograd algorithm tiles: its result, or, for the weight gradient, grad_y.
     rows, columns = (H, W) if backward_data else (P, Q)
     area = rows * columns
-    # 2^7 added in as a bit: the lowest set bit is then at most that.
+    # With the bit 2^7 set the lowest set bit is at most that.
     C_, K_, c_, k_, N_, W_, Q_ = C | 128, K | 128, depth_c | 128, depth_k | 128, N | 128, W | 128, Q | 128
     hw_, pq_, npq_ = H * W | 128, P * Q | 128, npq | 128
     values = (

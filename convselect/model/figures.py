@@ -24,10 +24,11 @@ def draw(
     reliability: Mapping[str, Sequence[float]],
     learning: Mapping[int, float] | None = None,
 ) -> list[Path]:
-    """Write the figures into a folder, made if need be; returns their paths.
+    """Write the figures into a folder, which is made if necessary; returns their paths.
 
     Args:
-        table, times_us, choice: the judged problems (n), what could be chosen (n, c), and what was (n,).
+        table, times_us, choice: the judged problems (n), the times of what could be chosen (n, c), and the choices
+            (n,).
         reliability: as `evaluate.reliability` gives it.
         learning: number of training problems -> fraction of oracle.
 

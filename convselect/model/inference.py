@@ -2,8 +2,8 @@
 allocation in the matrix products.
 
 An artifact is one `.npz` file without pickles: the folded matrices of a Reformer (`reformer.fold`), possibly stored in
-float16, and one JSON text, its `Card`. Everything a `Card` promises is checked on loading; what a predictor was
-not trained for it declines, and the caller stays with native.
+float16, and one JSON text, its `Card`. The card is checked against the arrays on loading. A predictor declines problems
+of kinds that it was not trained for, and the caller stays with native.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from convselect.base.problem import ConvProblem
 from convselect.machine.host import SIXTEEN_BIT_FLAGS
 from convselect.model import _archive
 from convselect.model._archive import Array
-from convselect.model._archive import ArtifactError as ArtifactError  # where others look for it
+from convselect.model._archive import ArtifactError as ArtifactError  # other files import it from here
 from convselect.model.features import FEATURE_NAMES, FEATURES_VERSION, features
 
 FORMAT_VERSION = 1
@@ -40,7 +40,7 @@ _Program = tuple[Any, Any, Array]
 
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """What an artifact is, what it was measured on, and how well it did on networks it had not seen.
+    """Describes an artifact, the machine of its measurements, and its results on held-out networks.
 
     Attributes:
         family: the kind of machine, as `host.family_of_host` names it.
@@ -53,10 +53,10 @@ class Card:
         host_flags: the processor features of `SIXTEEN_BIT_FLAGS` on the measuring machine.
         threads: thread counts measured.
         revisions: algorithm name -> `Algorithm.revision` that was measured.
-        versions, data, figures, limits: library versions, description of the data set, held-out results, what they do
-            not cover.
-        sharpness: factor on predicted log gains for which a softmax over them says how likely each algorithm is the
-            fastest, fitted on held-out problems; None: that of the training target, `alpha`.
+        versions, data, figures, limits: library versions, description of the data set, held-out results, and a text
+            on what those do not cover.
+        sharpness: factor on predicted log gains before the softmax that gives each algorithm's probability of being
+            the fastest, fitted on held-out problems; None: that of the training target, `alpha`.
     """
 
     family: str
@@ -105,7 +105,7 @@ class Card:
                 f"the model file was trained on features of version {card.features_version}, this is version "
                 f"{FEATURES_VERSION}; retrain it with `convselect train`"
             )
-        # Artifacts of other people's algorithms are for comparison, and have a device that no problem has.
+        # Artifacts for algorithms of other projects are for comparison only, and have a device that no problem has.
         ours = card.device in ("cpu", "cuda")
         if (ours and NATIVE not in card.algorithm_names) or len(set(card.algorithm_names)) != len(card.algorithm_names):
             raise ArtifactError("the model file's algorithm names are not unique or lack 'native'")
@@ -120,7 +120,7 @@ class Calibration:
         fingerprint: `cpu_fingerprint` of the machine.
         artifact, digest: name of the model file's family, and digest of its bytes.
         bias: algorithm -> what to add to its predicted ln(t_native / t).
-        problems: how many were timed.
+        problems: number of problems timed.
     """
 
     fingerprint: str
@@ -143,10 +143,10 @@ class Calibration:
 
 
 class Prediction:
-    """The ranking of all names an artifact knows, for one problem. Applicability is the caller's to check.
+    """The ranking of all names an artifact knows, for one problem. The caller checks which of them apply.
 
     Attributes:
-        names, logits: the artifact's names and what it says of each.
+        names, logits: the artifact's names and their logits.
         ranked: all names, fastest predicted first.
         margin: predicted ln(t_native / t) up to which native should be kept.
     """
@@ -170,7 +170,7 @@ class Prediction:
         self._alpha = alpha
 
     def log_gain(self, name: str) -> float:
-        """Predicted ln(t_native / t_name); -inf for a name the artifact does not know, which is never predicted."""
+        """Predicted ln(t_native / t_name); -inf for a name that the artifact does not know, so that it never wins."""
         return (self._by_name.get(name, -math.inf) - self._by_name[NATIVE]) / self._alpha
 
     @property
@@ -218,7 +218,7 @@ class Predictor:
 
     @classmethod
     def load(cls, source: str | os.PathLike[str] | bytes, host_flags: Mapping[str, bool] | None = None) -> Predictor:
-        """Read an artifact from a path or from the bytes of one.
+        """Read an artifact from a path or from a file's bytes.
 
         `host_flags` are this machine's processor features (`host.host_flags()`); if those of `SIXTEEN_BIT_FLAGS`
         differ from the measuring machine's, or are not given, 16-bit problems are declined.
@@ -239,20 +239,20 @@ class Predictor:
         return Predictor(self.card, {**arrays, "head": head}, host_flags)
 
     def predict(self, problem: ConvProblem) -> Prediction | None:
-        """The predicted ranking; None for what this artifact was not measured on (device kind, element type, 16-bit
-        support of the processor, TF32) and for problems with nothing to compute. Any thread count
+        """The predicted ranking; None for problems of kinds that were not measured for this artifact (device kind,
+        element type, 16-bit support of the processor, TF32) and for problems with nothing to compute. Any thread count
         is accepted."""
         card = self.card
         if problem.device != card.device or problem.dtype not in self._covered or (problem.tf32 and not card.tf32):
             return None
         if problem.device != "cpu":
-            problem = problem._replace(threads=1)  # of the host: nothing to a GPU
+            problem = problem._replace(threads=1)  # host threads do not matter on a GPU
         try:
             x = features(problem)
         except ValueError:
             return None
-        # Native scales with threads; algorithms made of many small operations do not always. What was not measured has
-        # to promise half as much again for every doubling.
+        # Native scales with threads; algorithms made of many small operations do not always. For each doubling of
+        # threads beyond those measured, the required gain is half as large again.
         doublings = max(0.0, math.log2(problem.threads / max(self.card.threads)))
         margin = self.margin + doublings * LOG_GAIN_PER_UNSEEN_DOUBLING
         logits = self._run(x).tolist()
@@ -308,8 +308,8 @@ class Predictor:
 
 
 def _in_c(normalise: Sequence[Array], steps: Sequence[tuple[Array, Array, Array, Array]]) -> Any:
-    """(a vector for the input, the same chain on it as one call of the C library); None if that is missing, or not
-    loaded yet, since loading it takes torch."""
+    """(a vector for the input, the same chain on it as one call of the C library); None if the library is missing, or
+    not loaded yet, since loading it needs torch."""
     library = sys.modules.get("convselect.kernels._library")
     if library is None or not library.available():
         return None
@@ -319,7 +319,7 @@ def _in_c(normalise: Sequence[Array], steps: Sequence[tuple[Array, Array, Array,
 
 
 def _checked(card: Card, arrays: Mapping[str, Array]) -> dict[str, Array]:
-    """The arrays, after checking that they fit together, the card, and are finite; read-only."""
+    """The arrays, read-only, after checks that they fit each other and the card, and are finite."""
     n_blocks = sum(name.startswith("hidden_") for name in arrays)
     expected = {"mean", "scale", "low", "high", "head"}
     expected |= {f"{part}_{i}" for part in ("hidden", "out") for i in range(n_blocks)}
@@ -339,14 +339,14 @@ def _checked(card: Card, arrays: Mapping[str, Array]) -> dict[str, Array]:
 
 
 def artifact_path(family: str, directory: str | os.PathLike[str] = ARTIFACTS) -> Path:
-    """Where the artifact of a device family lies; the file may not exist."""
+    """Path of the artifact of a device family; the file may not exist."""
     return Path(directory) / f"{family}.npz"
 
 
 def save(path: str | os.PathLike[str], card: Card, arrays: Mapping[str, Array], *, half: bool = True) -> None:
-    """Write an artifact, and its card once more as readable `.json` beside it. Same input, same bytes.
+    """Write an artifact, and a copy of its card as readable `.json` beside it. Same input, same bytes.
 
-    `half` stores the matrices (not the normalisation of the input) in float16. The file appears whole or not at all.
+    `half` stores the matrices (not the normalisation of the input) in float16. The file appears complete or not at all.
 
     Raises:
         ArtifactError: if the arrays do not fit the card, or overflow float16.

@@ -1,4 +1,4 @@
-"""What `convselect evaluate` does: artifacts as they are, and selectors trained anew, judged on one set of times."""
+"""The work of `convselect evaluate`: judges existing artifacts, and selectors trained for this, on one set of times."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def judge_all(
     learning_curve: bool = False,
     figures: str | Path | None = None,
 ) -> dict[str, Any]:
-    """Judge an artifact on everything, and each selector on what it was not trained on.
+    """Judge an artifact on all problems, and each selector on problems that it was not trained on.
 
     Returns:
         `lines` for a table under `evaluate.SUMMARY_HEADER`, `judged` (name -> all figures), `noise`
         (`evaluate.label_noise`), `problems`, `split`, `written` (paths of figures), `learning_curve`, `trained_on`
-        (files of these that the artifact's card names: its figures on them flatter).
+        (those of the files that the artifact's card names: its figures on them are too good).
 
     Raises:
         ValueError, OSError: on data that cannot be read or split; `ArtifactError`: on a damaged artifact;
@@ -82,7 +82,7 @@ def judge_all(
 
 
 def _chosen(table: Table, members: ev.Ints, gains: ev.Floats, margin: float) -> tuple[ev.Ints, ev.Ints]:
-    """(problems (m,), what is chosen for them (m,))."""
+    """(problems (m,), the choices for them (m,))."""
     return members, ev.chosen(gains, ev.admitted(table)[members], margin, table.native)
 
 
@@ -104,7 +104,7 @@ def _trained(
 
 
 def artifact_gains(predictor: Predictor, table: Table) -> ev.Floats:
-    """Predicted gains (n, c) in the table's order of algorithms; what the artifact does not know is never best."""
+    """Predicted gains (n, c) in the table's order of algorithms; unknown algorithms are never the best."""
     card = predictor.card
     logits = np.stack([predictor.logits(features(p)) for p in table.problems]).astype(np.float64) / card.alpha
     gains = np.full(table.times_us.shape, -np.inf)
@@ -155,7 +155,7 @@ def choice_us(predict: Any, table: Table) -> float:
 
 
 def reformer_us(table: Table, recipe: Recipe) -> float:
-    """The same of a Reformer as it ships, in numpy; its weights do not matter for that."""
+    """The same for a Reformer in the form that ships, in numpy; the time does not depend on its weights."""
     from convselect.model import reformer
     from convselect.model.inference import Card
 

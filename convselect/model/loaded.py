@@ -19,9 +19,9 @@ IDLE_CALLS = 1000
 
 
 class _Idle:
-    """`left` is how many more convolutions may run without a prediction before the model is released. Calls count down
-    where they are, without a call of this module: `idle.left -= 1`, and `release_idle()` once it is negative. Two
-    threads may lose a count between them, which is of no consequence."""
+    """`left` is how many more convolutions may run without a prediction before the model is released. Callers count
+    down themselves, to save a function call: `idle.left -= 1`, and `release_idle()` once it is negative. Two threads
+    may lose a count between them, which does no harm."""
 
     __slots__ = ("left",)
 
@@ -40,8 +40,8 @@ _override: bytes | None = None  # another rank's model, pickled: `unload` releas
 
 
 def get() -> Predictor | None:
-    """The predictor for this machine, or the one set by `override`, or None: then native is chosen, and one warning
-    has said why."""
+    """The predictor for this machine, or the one set by `override`. None if there is none: then native is chosen, and a
+    warning was given once."""
     idle.left = IDLE_CALLS - 1
     if _loaded is not None or _failed:
         return _loaded
@@ -49,8 +49,8 @@ def get() -> Predictor | None:
 
 
 def get_for(problem: ConvProblem) -> Predictor | None:
-    """The predictor for this problem's kind of device; None on a GPU without a model. That is native without a
-    warning: no model is promised for GPUs."""
+    """The predictor for this problem's kind of device; None on a GPU without a model. Native is then chosen without a
+    warning, since not every GPU has a model."""
     if problem.device == "cpu":
         return get()
     idle.left = IDLE_CALLS - 1
@@ -160,7 +160,7 @@ def _find() -> Predictor:
 
 
 def digest(path: Path) -> str:
-    """16 hexadecimal digits of the SHA-256 of a model file: a calibration is for one model and no later one."""
+    """16 hexadecimal digits of the SHA-256 of a model file: a calibration is valid for exactly one file."""
     import hashlib
 
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
@@ -200,7 +200,7 @@ def unload() -> None:
 
 
 def override(predictor: Predictor | None) -> None:
-    """Choose by this predictor from now on, whatever machine it was made for; None: always native. Undone by
+    """Choose by this predictor from now on, even if it was made for another machine; None: always native. Undone by
     `use_local`."""
     global _override
     _override = pickle.dumps(predictor)

@@ -4,7 +4,7 @@
 
 with T = linear, normalisation, ReLU, dropout. Equation (1) stops at the sum; figure 3 and the network that MIOpen
 ships (TunaNet for gfx908) put a ReLU after it, and so do we. The longest path through a block has two linear
-layers, against four in a transformer block of the same purpose, which is what makes it quick.
+layers, against four in a transformer block of the same purpose, which makes it fast.
 
 The paper states 80,978 parameters. 24 inputs, the widths of `PAPER_WIDTHS`, 18 outputs and an affine normalisation
 of each hidden and each output vector give exactly that; without the normalisations 79,762, MIOpen's file.
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 PAPER_PARAMETERS = 80_978
 PAPER_WIDTHS = ((64, 128), (256, 64), (64, 32))
 DEFAULT_WIDTHS = ((64, 128), (200, 64), (64, 32))
-"""We have three times the paper's inputs; the widest hidden layer pays for them, so that the total stays below."""
+"""We have three times the paper's inputs; 200 instead of 256 hidden units keep the total below."""
 
 NORMS = ("batch", "layer", "none")
 
@@ -92,8 +92,8 @@ class Reformer(nn.Module):
     def fit_input(self, x: Tensor) -> None:
         """Take mean, deviation and range of the features from the training set, x (n, n_features).
 
-        A feature that never varied gets scale 0: its weights are untrained and must not speak when, say, the thread
-        count differs at run time. Others are clipped to their measured range: a network extrapolates badly.
+        A feature that never varied gets scale 0: its weights are untrained and must have no effect if, for example, the
+        thread count differs at run time. Others are clipped to their measured range: networks extrapolate badly.
         """
         deviation, mean = torch.std_mean(x, 0, correction=0)
         self.mean.copy_(mean)
@@ -102,7 +102,7 @@ class Reformer(nn.Module):
         self.high.copy_(x.amax(0))
 
     def ignore(self, features: Sequence[int]) -> None:
-        """Be deaf to these features from now on, as if they had never varied."""
+        """Ignore these features from now on, as if they had never varied."""
         self.scale[list(features)] = 0.0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ def fold(model: Reformer) -> dict[str, npt.NDArray[np.float32]]:
     All float32; folding is done in float64.
 
     Raises:
-        ValueError: for layer normalisation, which depends on its input and cannot be folded.
+        ValueError: if the model has layer normalisation, which depends on its input and cannot be folded.
     """
     inputs = {"mean": model.mean, "scale": model.scale, "low": model.low, "high": model.high}
     arrays = {name: buffer.float().numpy(force=True).copy() for name, buffer in inputs.items()}

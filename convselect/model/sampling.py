@@ -1,8 +1,8 @@
 """The problems to measure: lists of layers, a model's own calls, and variations on both.
 
-Networks are what selection must be right for, so most problems are their layers, as they are or perturbed (another
-resolution, another width); a fill of log-uniform sizes covers what lies between and the tiny problems, where the cost
-of a call decides.
+Selection has to be right for networks, so most problems are their layers, unchanged or perturbed (another resolution,
+another width). Layers of log-uniform sizes fill the gaps, and add tiny problems, whose time is mostly the overhead of a
+call.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from convselect.measure.rows import KERNEL_CLASSES, kernel_class
 Layer = tuple[str, ConvProblem]
 """(the model it comes from, its forward problem)."""
 
-FLOPS_CAP = 2e9  # some 25 ms a call on one thread; dearer problems cost the collection more than they teach
+FLOPS_CAP = 2e9  # about 25 ms per call on one thread; larger problems take more time than they are worth
 # Native runs these at a fraction of the dense rate; the cap is on time.
 _CAP_DIVISOR = {"depthwise": 12, "grouped": 4, "large": 2}
 _EMULATED_DIVISOR = 8  # 16-bit types that the processor does not compute in
@@ -76,8 +76,8 @@ def read_layers(path: str | Path) -> list[Layer]:
 
 
 def random_layers(count: int, seed: int = 0) -> list[Layer]:
-    """`count` layers of log-uniform sizes, most of them tiny: networks have few of those, and the cost of a call, not
-    of its arithmetic, decides there. Their names make ten families: they are no relatives, and splits may part them."""
+    """`count` layers of log-uniform sizes, most of them tiny: networks have few of those, and their time is mostly the
+    overhead of a call. Their names make ten families: they are not related, so that splits may separate them."""
     rng = np.random.default_rng(seed)
 
     def size(low: int, high: int) -> int:
@@ -97,7 +97,7 @@ def random_layers(count: int, seed: int = 0) -> list[Layer]:
 
 
 def perturbed(problem: ConvProblem, rng: np.random.Generator) -> ConvProblem:
-    """A relative of a layer: its resolution times 1/2 to 2, its width times 1/4 to 2, both log-uniform.
+    """A variation of a layer: its resolution times 1/2 to 2, its width times 1/4 to 2, both log-uniform.
 
     Channels stay multiples of 8 if they were, and of the number of groups; groups keep their width if there are
     several channels in each, and depthwise stays depthwise. The image stays large enough for the kernel.
@@ -113,7 +113,7 @@ def perturbed(problem: ConvProblem, rng: np.random.Generator) -> ConvProblem:
         return steps * step
 
     if p.groups == 1:
-        # The three channels of a picture are three in any network.
+        # Networks of any width have three input channels.
         C = p.C if p.C <= 4 else scaled(p.C, 8 if p.C % 8 == 0 else 1)
         return p._replace(H=H, W=W, C=C, K=scaled(p.K, 8 if p.K % 8 == 0 else 1))
     per_group = p.C // p.groups
@@ -125,7 +125,7 @@ def perturbed(problem: ConvProblem, rng: np.random.Generator) -> ConvProblem:
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes the problem of every convolution that aten computes, whoever called it."""
+    """Records the problem of every convolution that aten computes, from any caller."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ def recorded(model: nn.Module, x: Tensor, *, training: bool = True) -> list[Conv
         with torch.set_grad_enabled(training), recorder:
             result = model(x)
             if training:
-                # Squares, since the gradient of a plain sum is one value expanded, in no layout of a real loss.
+                # Squares: the gradient of a plain sum is one expanded value, a layout that no real loss has.
                 total = sum(t.float().square().sum() for t in _tensors(result) if t.requires_grad)
                 if isinstance(total, Tensor):
                     total.backward()
@@ -221,7 +221,7 @@ def draw(
 
     Args:
         flags: which 16-bit types the processor computes in (`host.host_flags`); the others have lower caps.
-        perturb: share of the problems that are `perturbed` relatives of the layer drawn.
+        perturb: share of the problems that are `perturbed` variations of the layer drawn.
     """
     flags = flags or {}
     rng = np.random.default_rng(seed)
@@ -258,7 +258,7 @@ def _fits(problem: ConvProblem, flags: Mapping[str, bool]) -> bool:
 
 
 def mixed(first: Iterator[Layer], second: Iterator[Layer], share: float, seed: int = 0) -> Iterator[Layer]:
-    """Both streams in random order, `share` of the second while it lasts, so that a collection cut short has both."""
+    """Both streams in random order, `share` from the second while it lasts: an interrupted collection has both."""
     rng = np.random.default_rng(seed)
     streams: list[Iterator[Layer] | None] = [first, second]
     while any(stream is not None for stream in streams):
@@ -282,11 +282,11 @@ def from_lists(
     dtypes: Sequence[str] = DTYPES,
     seed: int = 0,
 ) -> list[Layer]:
-    """`count` problems of this machine per number of threads: `draw`n from CSV files of layers and, for a share of
-    `random`, from layers of log-uniform sizes, in random order.
+    """`count` problems for this machine per number of threads, in random order: `draw`n from CSV files of layers and,
+    for a share of `random`, from layers of log-uniform sizes.
 
     Raises:
-        ValueError: for an unknown dtype. ValueError, OSError: if a file cannot be read.
+        ValueError: if a dtype is unknown. ValueError, OSError: if a file cannot be read.
     """
     for dtype in dtypes:
         if dtype not in TORCH_DTYPES:
@@ -302,7 +302,7 @@ def from_lists(
 
 
 def with_layouts(problem: ConvProblem, channels_last: bool, weight_channels_last: bool) -> ConvProblem:
-    """The problem with these memory layouts, named as `layout_of` names them: one channel or pixel is contiguous."""
+    """The problem with these memory layouts, as `layout_of` names them: with one channel or one pixel, contiguous."""
     streamed = problem.y_shape if problem.direction == Direction.BACKWARD_DATA else problem.x_shape
     layouts = []
     for wanted, shape in ((channels_last, streamed), (weight_channels_last, problem.weight_shape)):

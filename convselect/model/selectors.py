@@ -1,5 +1,5 @@
-"""Other ways to choose an algorithm, for comparison: all learn from the same table and say the same thing, predicted
-gains, so that `evaluate` judges them alike. None of them ships.
+"""Other ways to choose an algorithm, for comparison: all learn from the same table and predict gains, so that
+`evaluate` can judge them alike. None of them ships.
 
     gbdt          gradient-boosted trees per algorithm, log of time relative to native (LightGBM)
     lambdarank    trees that rank the algorithms of a problem (LightGBM)
@@ -28,7 +28,7 @@ from convselect.model.targets import masked_cross_entropy, probabilities
 
 NAMES = ("gbdt", "lambdarank", "mlp", "resnet18", "neighbour", "native", "best_single")
 _FAR = 3.0  # predicted ln of slowness for an algorithm that was never seen to apply
-_LEAST_TIMES = 20  # of an algorithm, to learn from
+_LEAST_TIMES = 20  # fewest times of an algorithm to learn from
 NEIGHBOURS = 5
 RANKS = 16
 
@@ -53,7 +53,7 @@ def _x(table: Table) -> np.ndarray:  # type: ignore[type-arg]
 
 
 def relative_log_times(table: Table) -> Floats:
-    """ln t (n, c) against native's, or, without a native, against the mean over the problem's algorithms."""
+    """ln t (n, c) relative to native's or, without native, to the mean over the problem's algorithms."""
     log_t: Floats = np.log(table.times_us)
     native = table.native
     base = np.nanmean(log_t, 1, keepdims=True) if native is None else log_t[:, native : native + 1]
@@ -87,7 +87,7 @@ def gbdt(seed: int = 0, trees: int = 300, leaves: int = 31) -> Fit:
 
 
 def _gains(log_times: list[Any], n: int, native: int | None) -> Floats:
-    """(n, c) gains out of one predicted relative log time per algorithm; native's is 0, an unknown one is far off."""
+    """(n, c) gains from predicted relative log times of each algorithm; native's is 0, an unknown one's is very low."""
     columns = [
         np.zeros(n) if i == native else np.full(n, _FAR) if log_t is None else log_t
         for i, log_t in enumerate(log_times)
@@ -172,8 +172,8 @@ def runtime_models(table: Table, seed: int = 0) -> list[Any]:
 
 
 def r_squared(table: Table, held: Table, seed: int = 0) -> dict[str, dict[str, float]]:
-    """Algorithm -> R² of its held-out runtimes, of the logarithm and of the time itself, and the median relative error:
-    what such models are usually judged by, and what says little about choosing."""
+    """Algorithm -> R² of its held-out runtimes, of the logarithm and of the time itself, and the median relative error.
+    Such models are usually judged by these, but they say little about the quality of choices."""
     found = {}
     for name, model, log_t in zip(held.names, runtime_models(table, seed), np.log(held.times_us).T, strict=True):
         known = np.isfinite(log_t)
@@ -286,7 +286,7 @@ def neighbour(seed: int = 0) -> Fit:
 
 
 def always(column: int, then: int | None = None) -> Callable[[Table], Floats]:
-    """One algorithm, or, if it does not apply, `then`."""
+    """Always chooses one algorithm, or `then` if that does not apply."""
 
     def predict(table: Table) -> Floats:
         gains = np.zeros(table.times_us.shape)
@@ -313,10 +313,10 @@ def fixed(name: str) -> Fit:
 
 
 def named(name: str, seed: int = 0) -> Fit:
-    """The selector of a name: one of `NAMES`, or "always:" and an algorithm's name.
+    """The selector with a name from `NAMES`, or with "always:" and an algorithm's name.
 
     Raises:
-        ValueError: for another name.
+        ValueError: if the name is neither.
     """
     learned = {"gbdt": gbdt, "lambdarank": lambdarank, "mlp": mlp, "resnet18": resnet18, "neighbour": neighbour}
     if name in learned:

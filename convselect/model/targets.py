@@ -1,15 +1,15 @@
-"""Training targets: what a network's logits z (n, c) are asked to be, given times t (n, c), NaN if not applicable.
+"""Training targets: losses of a network's logits z (n, c), given times t (n, c), NaN if not applicable.
 
     ratio         cross-entropy with p ~ t^-a. Its minimum is z = -a ln t + const: ICLR 2025 submission 13039 has a = 1
-    reverse_kl    KL(softmax(z) || p) for the same p: rather certain of one good algorithm than spread over all of them
-    one_hot       cross-entropy with the fastest: what a classifier learns
-    softmax       cross-entropy with p = softmax(-t in ms): depends on the unit, and hardly tells fast ones apart
+    reverse_kl    KL(softmax(z) || p) for the same p: prefers one good algorithm to a distribution over all of them
+    one_hot       cross-entropy with the fastest, as for a classifier
+    softmax       cross-entropy with p = softmax(-t in ms): depends on the unit, and hardly separates fast ones
     regret        expected ln(t / t_best) under softmax(z)
     pairwise      logistic loss on every pair's order, weighted by |ln(t_i / t_j)|
     log_time      squared error of z / -a against ln t, both without their mean
 
-All take the mean over problems; algorithms that do not apply have no part in any of them. Differences of logits over
-`a` are read as predicted log ratios of times whatever the target; only for the first two and the last is that exact.
+All take the mean over problems; algorithms that do not apply are left out. Differences of logits divided by `a` are
+always used as predicted log ratios of times; that is exact only for the first two targets and the last.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ TARGETS = ("ratio", "reverse_kl", "one_hot", "softmax", "regret", "pairwise", "l
 
 
 def probabilities(name: str, times_us: Floats, alpha: float) -> Floats:
-    """The target probabilities (n, c) of a target: those of `ratio` if it has none of its own."""
+    """The target's probabilities (n, c); those of `ratio` if the target has no probabilities of its own."""
     if name == "one_hot":
         fastest = (times_us == np.nanmin(times_us, 1, keepdims=True)).astype(np.float64)
         return np.asarray(fastest / fastest.sum(1, keepdims=True))  # equal times share
@@ -98,7 +98,7 @@ def loss_of(name: str, alpha: float) -> Loss:
     """The loss of a target.
 
     Raises:
-        ValueError: for a name that is not in `TARGETS`.
+        ValueError: if the name is not in `TARGETS`.
     """
     losses: dict[str, Loss] = {
         "ratio": _cross_entropy, "one_hot": _cross_entropy, "softmax": _cross_entropy, "reverse_kl": _reverse_kl,

@@ -1,13 +1,13 @@
-"""Measured times -> one artifact, with the figures that it reached on network families it had not seen.
+"""Train one artifact from measured times, with its figures on held-out network families.
 
     convselect train times.sqlite --family cpu-x86-avx2-c --out convselect/model/artifacts
 
 Target: ratio-preserving probabilities, p ~ t**-alpha over applicable algorithms, masked cross-entropy. Its minimum is
 softmax(-alpha ln t), so that logit differences / alpha are predicted log slowdowns. alpha = 1 is the paper's; larger
-ones did better on held-out families because near-equal algorithms are told apart (`python -m benchmarks.ablations`).
+ones did better on held-out families, since they separate nearly equal algorithms (`python -m benchmarks.ablations`).
 
 Held-out figures come from cross-validation by network family; the margin below which native is kept is chosen on
-folds other than the judged one. The shipped network is then trained on everything, with the margin chosen on all.
+folds other than the judged one. The shipped network is then trained on all problems, with the margin chosen on all.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ FOREIGN_LIMITS = (
 
 
 IGNORED = ("waste_gemm", "twos_C/G", "twos_K/G", "twos_N", "twos_W", "twos_H", "twos_P")
-"""Features of tiled matrix products. GPU kernels live by them: on MI100 they are worth 0.8 points of accuracy. CPU
-kernels care for vectors only, and with the few thousand problems measured there these cost more than they tell."""
+"""Features of tiled matrix products, left out by default. On the MI100 GPU they are worth 0.8 points of accuracy. For
+CPU kernels only vectors matter, and with the few thousand problems measured there these features did harm."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,8 @@ class Recipe:
         widths: (hidden, out) of each Γ-block; None for `reformer.DEFAULT_WIDTHS`.
         norm, dropout: used in the blocks. Layer normalisation cannot be folded, so it is for comparisons only.
         ignored: features, by the beginning of their names, that the network does not see.
-        average: decay of the running mean of the weights that is shipped in place of the last ones; 0 for the last.
+        average: decay of the running mean of the weights, which is shipped in place of the last weights; 0: ship the
+            last weights.
     """
 
     target: str = "ratio"
@@ -109,7 +110,7 @@ def fit(x: Tensor, times_us: Floats, recipe: Recipe) -> reformer.Reformer:
     target = torch.from_numpy(probabilities(recipe.target, times_us, recipe.alpha)).float()
     log_t = torch.from_numpy(np.log(np.where(np.isfinite(times_us), times_us, 1.0))).float()
     loss_function = loss_of(recipe.target, recipe.alpha)
-    # Matrices this small lose more to handing out work than they gain, much more on a busy machine.
+    # For matrices this small several threads cost more than they gain, much more on a busy machine.
     with torch.random.fork_rng(devices=[]), threads(1):
         torch.manual_seed(recipe.seed)
         widths = recipe.widths or reformer.DEFAULT_WIDTHS
@@ -125,7 +126,7 @@ def fit(x: Tensor, times_us: Floats, recipe: Recipe) -> reformer.Reformer:
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, recipe.learning_rate, total_steps=recipe.steps)
         averaged = None
         if recipe.average:
-            # No longer than a fifth of the training, or the mean would be of what the weights began as.
+            # Average over at most a fifth of the training, so that the initial weights do not count.
             decay = min(recipe.average, 1 - 5 / max(recipe.steps, 6))
             averaged = torch.optim.swa_utils.AveragedModel(
                 model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(decay), use_buffers=True
@@ -149,7 +150,7 @@ def fit(x: Tensor, times_us: Floats, recipe: Recipe) -> reformer.Reformer:
 
 
 def log_gains(model: reformer.Reformer, x: Tensor, alpha: float, native: int | None = 0) -> Floats:
-    """Predicted ln(t_native / t), (n, c); without a native, against the mean of all."""
+    """Predicted ln(t_native / t), (n, c); without native, relative to the mean of all."""
     with torch.no_grad():
         logits = model(x).double().numpy()
     base = logits.mean(1, keepdims=True) if native is None else logits[:, native : native + 1]
@@ -180,8 +181,8 @@ def cross_validate(
 
 
 def read_measured(paths: Sequence[str | Path]) -> tuple[Table, dict[str, Any]]:
-    """(table, the machine that measured it) of stores and CSV files of times, or of other people's wide CSV files,
-    whose machine is known by the name of the file alone.
+    """(table, the machine that measured it) of stores and CSV files of times, or of wide CSV files of others, whose
+    machine is known only from the file's name.
 
     Raises:
         ValueError: if they come from machines whose times must not be mixed.
@@ -201,7 +202,7 @@ def read_measured(paths: Sequence[str | Path]) -> tuple[Table, dict[str, Any]]:
 
 
 def is_foreign(path: str | Path) -> bool:
-    """Whether a file is other people's wide CSV."""
+    """Whether a file is a wide CSV measured by others."""
     return not is_store(path) and is_wide(path)
 
 
@@ -217,11 +218,11 @@ def train(
 ) -> Card:
     """Read, cross-validate, fit on everything, write `<out>/<family>.npz` and `.json`, read back and compare.
 
-    A split by "problem" holds out one fold and ships what was trained on the others: its figures are then those of the
-    very network in the file.
+    A split by "problem" holds out one fold and ships the network trained on the others: the figures are then those of
+    the shipped network itself.
 
     Raises:
-        ValueError: on data that cannot be mixed, that are of another family, or too few.
+        ValueError: if the data cannot be mixed, are of another family, or are too few.
     """
     recipe = recipe or Recipe()
     table, machine = read_measured(paths)
@@ -257,7 +258,7 @@ def train(
             **_described(table, learnt),
             "files": [Path(path).name for path in paths],
             "device": machine["device"],
-            "recipe": json.loads(json.dumps(asdict(recipe))),  # as it is read back: lists for tuples
+            "recipe": json.loads(json.dumps(asdict(recipe))),  # as it will be read back: with lists for tuples
             "parameters": model.n_parameters(),
         },
         figures={"held_out": figures},
@@ -270,7 +271,7 @@ def train(
 
 
 def _described(table: Table, learnt: Table) -> dict[str, Any]:
-    """What a card says of its data: all that was measured, and the part that was learned from."""
+    """The card's description of the data: all measurements, and the part used for training."""
 
     def counts(labels: Iterable[str]) -> dict[str, int]:
         return dict(sorted(Counter(labels).items()))
@@ -292,7 +293,8 @@ def _wins(table: Table) -> list[int]:
 
 
 def _compare(predictor: Predictor, model: reformer.Reformer, x: Tensor, alpha: float, native: int | None) -> None:
-    """What ships must be what was trained: folding and float16 may move a predicted log gain by 0.02 at most."""
+    """Check that the artifact agrees with the trained model: predicted log gains may differ by at most 0.02, from
+    folding and float16."""
     x = x[:5000]
     want = log_gains(model, x, alpha, native)
     logits = np.stack([predictor.logits(row) for row in x.numpy()]).astype(np.float64)

@@ -1,12 +1,12 @@
-"""What `convselect report` writes: one HTML page about a network or a file of measured times.
+"""`convselect report`: writes one HTML page about a network or a file of measured times.
 
     networks.py       a model -> `NetworkReport`: per layer the candidates, the choice and the gain; end-to-end
     end_to_end.py     the whole network, plain and converted
-    measurements.py   a store or CSV of times -> `DataReport`: who wins where, and how good a model's choices are
-    charts.py         figures -> rectangles and texts in an SVG's coordinates; pure
-    page.py           a report -> HTML, by the templates beside it
+    measurements.py   a store or CSV of times -> `DataReport`: which algorithms win, and how good a model's choices are
+    charts.py         figures -> rectangles and texts in an SVG's coordinates
+    page.py           a report -> HTML, with the templates beside it
 
-The page needs nothing from elsewhere: style and figures are in it, and there are no scripts.
+The page is self-contained: it includes its style and figures, and there are no scripts.
 """
 
 from convselect.report.measurements import DataReport, of_data

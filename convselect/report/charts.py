@@ -10,15 +10,15 @@ from dataclasses import dataclass
 
 WIDTH = 1080.0
 COLOURS = 8
-"""Colours for parts of a whole; whatever is beyond shares the last."""
+"""Number of colours for parts of a whole; further parts share the last colour."""
 
 BIN_EDGES = (0.98, 1.02, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0, 30.0)
-"""Between speed-ups that are counted together; up to 2 % from 1 is noise."""
+"""Edges of the bins in which speed-ups are counted; up to 2 % from 1 is noise."""
 
 
 @dataclass(frozen=True)
 class Rect:
-    """`kind` is a CSS class; `text` is written inside or beside it, `tip` is told by the pointer."""
+    """`kind` is a CSS class; `text` is written inside or beside it, `tip` is shown under the pointer."""
 
     x: float
     y: float
@@ -39,7 +39,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Chart:
-    """`ticks` are (x, text) of vertical lines from `top` to `bottom`; `title` is for who cannot see it."""
+    """`ticks` are (x, text) of vertical lines from `top` to `bottom`; `title` is for screen readers."""
 
     title: str
     height: float
@@ -81,7 +81,7 @@ def shortened(text: str, most: int) -> str:
 
 
 def pairs(title: str, rows: Sequence[Pair], tick_text: Mapping[float, str] | None = None) -> Chart:
-    """Two horizontal bars per line, of one scale, labels to the left of them."""
+    """Two horizontal bars per line, on one scale, with labels to the left of them."""
     left, right, line, bar, top = 330.0, WIDTH - 150.0, 40.0, 13.0, 22.0
     most = max((max(row.first, row.second) for row in rows), default=1.0) or 1.0
     scale = (right - left) / most
@@ -100,7 +100,7 @@ def pairs(title: str, rows: Sequence[Pair], tick_text: Mapping[float, str] | Non
 
 
 def scale_of(rows: Sequence[Pair]) -> list[float]:
-    """Where `pairs` would have ticks."""
+    """The positions of the ticks in `pairs`."""
     return nice_ticks(max((max(row.first, row.second) for row in rows), default=0.0))
 
 
@@ -114,7 +114,7 @@ class Bar:
 
 
 def stacks(title: str, bars: Sequence[Bar]) -> Chart:
-    """Horizontal bars of one scale, cut into parts; a part's text is left out if it would not fit."""
+    """Horizontal bars on one scale, divided into parts; a part's text is left out if it would not fit."""
     left, right, line, bar, top = 130.0, WIDTH - 110.0, 52.0, 38.0, 6.0
     most = max((sum(value for _, value, _, _ in one.parts) for one in bars), default=1.0) or 1.0
     scale = (right - left) / most
@@ -150,7 +150,7 @@ def columns(title: str, names: Sequence[str], series: Mapping[str, Sequence[int]
 
 
 def binned(gains: Sequence[float]) -> list[int]:
-    """How many lie in each bin between `BIN_EDGES`, an edge itself in the bin above it."""
+    """Number of values in each bin between `BIN_EDGES`; an edge belongs to the bin above it."""
     counts = [0] * (len(BIN_EDGES) + 1)
     for gain in gains:
         counts[bisect.bisect_right(BIN_EDGES, gain)] += 1

@@ -1,4 +1,4 @@
-"""A whole network, plain and converted: how far from float64 both are, and how long both take."""
+"""Compare a whole network, plain and converted: distances from float64, and times."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from convselect.doctor.compare import Times, infer, tensors, time_both, train_bu
 from convselect.doctor.compare import distance as relative_distance
 
 DISTURBED = 1.2
-"""More wall time than this per CPU time of the only thread: the machine was busy with something else."""
+"""If wall time exceeds this many times the CPU time of the only thread, the machine was busy with other work."""
 
 
 class Spread(NamedTuple):
@@ -40,10 +40,10 @@ class EndToEnd:
 
     Attributes:
         mode: "inference" or "training step" (forward, backward; no optimiser).
-        wall, cpu: the time that passed, and, with one thread on the CPU, what the calling thread computed in it, which
-            neighbours on the machine disturb least; else None.
+        wall, cpu: wall time, and, with one thread on the CPU, CPU time of the calling thread, which other processes on
+            the machine disturb least; else None.
         native_error, converted_error: relative L2 distance of the result (training: of all gradients) from the same
-            model's in float64, found before the timing; None if it does not run in float64.
+            model's in float64, computed before the timing; None if it does not run in float64.
         distance: the same between both sides.
         layers_native_us, layers_chosen_us: the convolutions of this mode, each timed on its own, added up; None if
             one of them has no time.
@@ -61,12 +61,12 @@ class EndToEnd:
 
     @property
     def like_layers(self) -> Sides:
-        """On the clock that layers are timed by."""
+        """Times on the clock by which layers are timed."""
         return self.wall if self.cpu is None else self.cpu
 
     @property
     def disturbed(self) -> bool:
-        """Whether something else had the processor for a good part of the time, of one side at least."""
+        """Whether other work used the processor for a large part of the time, on one side at least."""
         return self.cpu is not None and any(
             passed.median > DISTURBED * computed.median
             for passed, computed in zip(self.wall[:2], self.cpu[:2], strict=True)
@@ -74,14 +74,14 @@ class EndToEnd:
 
     @property
     def headline(self) -> tuple[Sides, str]:
-        """What to go by, and what that is: wall time, unless something else had the processor."""
+        """The most reliable times, and their name: wall time, unless other work used the processor."""
         return (self.cpu, "CPU time") if self.disturbed and self.cpu is not None else (self.wall, "wall time")
 
 
 def step(model: nn.Module, x: Tensor) -> list[Tensor]:
     """Forward, mean of squares, backward into fresh gradients, which are returned."""
     model.zero_grad(set_to_none=True)
-    # Squares, since the gradient of a plain sum is one value expanded, in no layout of a real loss.
+    # Squares: the gradient of a plain sum is one expanded value, a layout that no real loss has.
     losses = [t.float().square().mean() for t in tensors(model(x)) if t.requires_grad]
     if losses:
         torch.stack(losses).sum().backward()
@@ -100,8 +100,8 @@ def end_to_end(
 
     Args:
         native, converted: in evaluation mode; they may be left in training mode.
-        layers_us: mode -> the convolutions' times on both sides; which modes there are.
-        seconds: for the timing of all modes.
+        layers_us: mode -> the convolutions' times on both sides; its keys are the modes to compare.
+        seconds: time for the timing of all modes.
     """
     share = seconds / (2 * len(layers_us) - 1)  # a training step takes about twice as long again as inference
     found = []
@@ -131,7 +131,7 @@ def end_to_end(
 
 
 def _exact(native: nn.Module, x: Tensor, run: Callable[[nn.Module, Tensor], Any]) -> list[Tensor] | None:
-    """The same in float64; None for a model that is not made for it."""
+    """The same in float64; None if the model does not run in float64."""
     try:
         return tensors(run(copy.deepcopy(native).double(), x.double()))
     except Exception:

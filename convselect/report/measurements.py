@@ -1,4 +1,4 @@
-"""Measured times -> who wins how often and by how much, and how good the shipped model's choices are on them."""
+"""Measured times -> how often and by how much each algorithm wins, and how good the shipped model's choices are."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Case:
-    """One problem, as it was timed and as the model would have it; times in us."""
+    """One problem, with measured times and the model's choice; times in us."""
 
     source: str
     problem: ConvProblem
@@ -80,17 +80,17 @@ class DataReport:
 
     Attributes:
         machine: the machine that measured: device, family, torch, ...; the one with most times if a store has several.
-        other_machines: how many more there are; their times are left out.
-        reference: what speed-ups are over: "native", or, if that was not measured, the best single algorithm.
+        other_machines: number of other machines; their times are left out.
+        reference: the baseline of speed-ups: "native", or, if that was not measured, the best single algorithm.
         overall, by: figures of `evaluate.judge` for the model's choices, on all problems and by group (title -> group
             -> figures). Without a model, those of the oracle.
         gains_best, gains_chosen: speed-up over the reference of the fastest, and of the model's choice, by problem;
             the latter is empty without a model.
-        artifact: the model's name, "" without one; `trained_on`: whether it has learned from this very file.
+        artifact: the model's name, "" without one; `trained_on`: whether it was trained on this file.
         worst, slower: problems on which the choice is furthest from the fastest, and those on which it is slower than
             the reference, worst first.
         noise: `evaluate.label_noise`; None without second measurements.
-        choices: the latest choices of a store, out of `choices_in_all`; `choice_sources`: source -> how many.
+        choices: the latest choices of a store, out of `choices_in_all`; `choice_sources`: source -> number of choices.
     """
 
     name: str
@@ -117,10 +117,10 @@ class DataReport:
 
 
 def of_data(path: str | Path, artifact: str | Path | None = None) -> DataReport:
-    """Read a store, our CSV of times (`.gz` as well) or other people's wide CSV, and judge a model's choices on it.
+    """Read a store, our CSV of times (`.gz` as well) or a wide CSV of others, and judge a model's choices on it.
 
-    Times are as measured; every algorithm but native pays what running through a plan costs on top, as in
-    `convselect evaluate`. The default budget of precision holds.
+    Times are as measured; the cost of running through a plan is added to all but native, as in `convselect evaluate`.
+    The default precision budget holds.
 
     Args:
         artifact: a model file; by default the one shipped for the kind of machine that measured.
@@ -146,7 +146,7 @@ def of_data(path: str | Path, artifact: str | Path | None = None) -> DataReport:
 
 
 def _judged(table: Table, predictor: Predictor | None, name: str) -> dict[str, Any]:
-    """The fields of a `DataReport` that measured times, and a model, give."""
+    """The fields of a `DataReport` that are computed from measured times and a model."""
     times = ev.admitted(table)
     members, best = np.arange(len(times)), np.nanargmin(times, 1)
     if table.native is not None:
@@ -170,7 +170,7 @@ def _judged(table: Table, predictor: Predictor | None, name: str) -> dict[str, A
     taken, fastest = times[members, choice], times[members, best]
 
     def cases(badness: ev.Floats, least: float) -> tuple[Case, ...]:
-        """The worst, worst first, that are worse than `least`."""
+        """The worst cases, worst first, of those worse than `least`."""
         return tuple(
             Case(
                 table.models[i], table.problems[i], float(base[i]), table.names[best[i]], float(fastest[i]),
@@ -214,7 +214,7 @@ def _predictor(artifact: str | Path | None, machine: Mapping[str, Any]) -> Predi
 
 @dataclass(frozen=True)
 class _Found:
-    """What a file holds: rows of the machine with most of them, how many more machines there are, choices by last use,
+    """A file's contents: rows of the machine with most of them, the number of other machines, choices by last use,
     latest first. `table` is None without measurements."""
 
     rows: Sequence[Row]

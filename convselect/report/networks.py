@@ -1,4 +1,4 @@
-"""A network -> what runs in each of its convolutions, what else could, and what that gains, per layer and in all."""
+"""A network -> the choice and the candidates of each of its convolutions, with gains per layer and in total."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ END_TO_END_SHARE = 0.4
 """Share of the time given; the rest goes to the layers."""
 
 NOISE = 1.05
-"""Times nearer to each other than this are not told apart."""
+"""Times whose ratio is smaller than this count as equal."""
 
 MEASURED, STORED, PREDICTED = "measured", "stored", "predicted"
-"""Where a time or gain comes from: timed for this report, an earlier measurement, or the model."""
+"""Sources of a time or gain: timed for this report, an earlier measurement, or the model."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Layer:
         native_us, chosen_us: per call; None if unknown.
         gain: times native's speed; `kind` says the source of it and of the times.
         candidates: what applies, the fastest first.
-        left_out: reason -> names of the algorithms that do not apply or may not be taken, and nobody timed.
+        left_out: reason -> names of the algorithms that do not apply or may not be taken, and were not timed.
     """
 
     names: tuple[str, ...]
@@ -112,8 +112,8 @@ class Layer:
 
     @property
     def faster(self) -> Candidate | None:
-        """The fastest candidate as timed, if it beats the choice by more than noise and, instead of native, by more
-        than running through a plan costs. Times of other days are not compared."""
+        """The fastest candidate as timed, if it beats the choice by more than noise and, if the choice is native, by
+        more than the cost of running through a plan. Measured times are not compared with stored ones."""
         if self.chosen_us is None:
             return None
         timed = {c.algorithm: us for c in self.candidates if c.kind == self.kind and (us := _known_us(c)) is not None}
@@ -166,7 +166,7 @@ def of_model(
     times: str | Path | None = None,
     on_stage: Callable[[str, float], object] = lambda stage, fraction: None,
 ) -> NetworkReport:
-    """Convert a copy of a model, and find out what its convolutions choose and what that gains.
+    """Convert a copy of a model, and find out what its convolutions choose and how much faster that is.
 
     Args:
         x: what the model is called with, (N, C, H, W).
@@ -175,20 +175,20 @@ def of_model(
         timed: whether anything is timed at all.
         verify: let trials on real calls settle the choices first, as they do in normal use. What they find is kept in
             the store. Otherwise choices are the store's and the model's.
-        seconds: about how long the timing takes in all; every call is timed twice at least. Trials come on top, up to
-            as long again.
+        seconds: about how long the timing takes in all; every call is timed twice at least. Trials take extra time, at
+            most the same again.
         times: a store or CSV file of times measured on this machine, used for what is not timed now; by default
             what the user's own store holds.
-        on_stage: told what is being done, and which part of it is done, 0 to 1.
+        on_stage: called with the current stage and the fraction of it that is done, 0 to 1.
 
     Raises:
         ValueError: if `times` are of another machine, or hold nothing; StoreError, OSError: if they cannot be
-            read. Whatever the model itself raises.
-        NotApplicable: a policy in force names an algorithm that cannot do one of the layers.
+            read. Also any error of the model itself.
+        NotApplicable: if the current policy names an algorithm that cannot do one of the layers.
     """
     stored = times_here(times)
     native = revert(copy.deepcopy(model).eval())
-    converted = copy.deepcopy(model).eval()  # of the model as it is: layers that choose already keep their policies
+    converted = copy.deepcopy(model).eval()  # of the unreverted model: layers that choose already keep their policies
     left_alone = summary(convert(converted)).left_alone
     with settings.use(_policy(verify)):
         on_stage("looking for convolutions", 0.0)
@@ -214,7 +214,7 @@ def of_model(
 
 
 def _policy(verify: bool) -> str | None:
-    """Trials on real calls would last for part of the timing, so without `verify` choices are those made unchecked."""
+    """The policy to use. Trials on real calls would run during the timing, so without `verify` it makes no trials."""
     if verify:
         return "verify"
     return "auto" if settings.current().policy in settings.TIMING else None
@@ -273,7 +273,7 @@ def _settle(
     seconds: float,
     on_stage: Callable[[str, float], object],
 ) -> None:
-    """Real calls until no trial is open, or the time is up."""
+    """Make real calls until no trial is open, or the time is up."""
     deadline = timing.Deadline(seconds)
     while not deadline.passed:
         on_stage("trials on real calls", min(1.0, deadline.elapsed_s / seconds))
@@ -337,7 +337,7 @@ def _known_us(candidate: Candidate) -> float | None:
 
 
 def _candidates(row: Explained, timed: Mapping[str, Timed], stored: Mapping[str, Stored]) -> list[Candidate]:
-    """What applies, the fastest first: as timed now, else as stored, else as predicted."""
+    """The algorithms that apply, the fastest first: as timed now, else as stored, else as predicted."""
     native_us = next((side[NATIVE].median_us for side in (timed, stored) if NATIVE in side), None)
     found = []
     for name in (row.algorithm, *row.why_not):

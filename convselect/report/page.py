@@ -1,4 +1,4 @@
-"""A report -> one HTML page: numbers as people read them, the charts, and the templates beside this file."""
+"""A report -> one HTML page: formats numbers, makes the charts, and fills the templates beside this file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from convselect.report.networks import DIRECTIONS, Layer, NetworkReport
 
 TEMPLATES = Path(__file__).parent / "templates"
 MOST_BARS = 24
-"""Lines of a chart of layers; the tables have all of them."""
+"""Most lines of a chart of layers; the tables have all layers."""
 THIN = "\u202f"  # a narrow space that does not break, between number and unit
 GROUPS = {
     "by_kernel_class": "class of layer", "by_direction": "direction", "by_source": "source", "by_dtype": "element type",
@@ -39,10 +39,10 @@ ORDERS = {"by_kernel_class": KERNEL_CLASSES, "by_direction": tuple(DIRECTIONS)}
 
 
 def render(report: NetworkReport | DataReport) -> str:
-    """The page, complete in itself. Everything that was not written by us is escaped.
+    """The self-contained page. All text from outside is escaped.
 
     Raises:
-        ModuleNotFoundError: without jinja2, which PyTorch brings.
+        ModuleNotFoundError: without jinja2, which PyTorch installs.
     """
     import jinja2
 
@@ -72,7 +72,7 @@ def _three(value: float) -> str:
 
 
 def duration(us: float | None) -> str:
-    """Microseconds as people read them: "12.3 µs", "4.56 ms", "7.89 s"; "–" for None."""
+    """Microseconds in a suitable unit: "12.3 µs", "4.56 ms", "7.89 s"; "–" for None."""
     if us is None or us != us:
         return "–"
     for unit, size in (("µs", 1.0), ("ms", 1e3), ("s", 1e6)):
@@ -109,7 +109,7 @@ def params(values: Mapping[str, Any] | None) -> str:
 
 
 def of_network(report: NetworkReport) -> dict[str, Any]:
-    """What network.html needs besides the report itself."""
+    """The variables of network.html besides the report itself."""
     directions = list(dict.fromkeys(layer.direction for layer in report.layers))
     sections = []
     for direction in directions:
@@ -138,7 +138,7 @@ def of_network(report: NetworkReport) -> dict[str, Any]:
 
 
 def label(layer: Layer, most: int = 34) -> str:
-    """A layer's name, and how many more have the same problem."""
+    """A layer's name, and the number of other layers with the same problem."""
     more = len(layer.names) - 1
     extra = f" +{more}" if more else ""
     return shortened(layer.names[0] or "(the model)", most - len(extra)) + extra
@@ -202,7 +202,7 @@ def _algorithms(layers: Sequence[Layer]) -> dict[str, dict[str, int]]:
 
 @dataclass(frozen=True)
 class Spent:
-    """Where the time of a pass goes: a chart, and its key: (CSS class, name, us before, us after)."""
+    """How the time of a pass is spent: a chart, and its key: (CSS class, name, us before, us after)."""
 
     chart: Chart
     key: tuple[tuple[str, str, float, float], ...]
@@ -239,7 +239,7 @@ def _all_us(layer: Layer) -> tuple[float | None, float | None]:
 
 
 def of_measurements(report: DataReport) -> dict[str, Any]:
-    """What data.html needs besides the report itself."""
+    """The variables of data.html besides the report itself."""
     series = {"native": binned(report.gains_best)}
     if report.gains_chosen:
         series["chosen"] = binned(report.gains_chosen)

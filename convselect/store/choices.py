@@ -1,5 +1,5 @@
-"""Choices in a store, and the environments they were made in: looked up, written, dropped, and pruned if there are too
-many. All that a process needs of its store is here, so that a look-up imports nothing of measurements."""
+"""Choices in a store, and the environments they were made in: look up, write, drop, and prune if there are too many.
+Everything that dispatch needs of a store is here, so that a look-up does not import the code for measurements."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from convselect.store.file import DamagedStoreError, StoreFile, now
 
 
 class Decision(NamedTuple):
-    """What was chosen for one problem under one set of budgets.
+    """The choice for one problem under one set of budgets.
 
     Attributes:
         budgets: limits of the choice (precision, workspace, ..), as a text that is only compared.
-        params: of the algorithm, of types that JSON has; None: its defaults.
-        source: where it comes from: "verify", "measure", "import", ..
-        gain: how many times faster than native it was; None if that was not measured.
-        revision: of the algorithm, so that an upgraded one is measured again.
-        samples: number of timed calls that it rests on.
+        params: the algorithm's parameters, of JSON types; None for its defaults.
+        source: how the choice was made: "verify", "measure", "import", ..
+        gain: speed relative to native; None if it was not measured.
+        revision: the algorithm's revision, so that an upgraded one is measured again.
+        samples: number of timed calls behind the choice.
     """
 
     problem: ConvProblem
@@ -50,7 +50,7 @@ _COLUMNS = "c.algorithm, c.params, c.source, c.gain, c.revision, c.samples, c.ch
 
 
 class Choices(StoreFile):
-    """A store as far as its choices go; arguments and errors are those of `StoreFile`."""
+    """The choices of a store; arguments and errors are those of `StoreFile`."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         # (environment, problem, budgets) of choices read for the first time today; written with the next choice.
@@ -60,14 +60,14 @@ class Choices(StoreFile):
     def close(self, *, quickly: bool = False) -> None:
         """Close the file. Unless `quickly`, note first which choices were read."""
         if not quickly:
-            with contextlib.suppress(sqlite3.Error):  # harmless: they count as unused for a day longer
+            with contextlib.suppress(sqlite3.Error):  # harmless: the choices count as unused for one more day
                 self.note_use()
         super().close()
 
     # ---- environments -------------------------------------------------------------------------------------------
 
     def environment(self, description: Mapping[str, Any], fingerprint: str | None = None) -> int:
-        """The number of the environment with this fingerprint, by default the description's; entered now if new."""
+        """The number of the environment with this fingerprint, by default the description's; new ones are added."""
         fingerprint = machine.fingerprint(description) if fingerprint is None else fingerprint
         with self.writing():
             self._db.execute(
@@ -126,7 +126,7 @@ class Choices(StoreFile):
             made: when each was made; default: now.
 
         Raises:
-            sqlite3.Error: if that failed; then none of them is written.
+            sqlite3.Error: if writing failed; then none of them is written.
         """
         time = now()
         with self.writing():
@@ -146,7 +146,7 @@ class Choices(StoreFile):
         self._read.clear()
 
     def note_use(self) -> None:
-        """Note which choices were read: once a day each, together with the next choice written, or here."""
+        """Write down which choices were read. Each is noted once a day, with the next choice written or by this."""
         if self._read and not self.read_only:
             with self.writing():
                 self._write_use(now())
@@ -171,13 +171,13 @@ class Choices(StoreFile):
     def decisions(
         self, environment: int | None = None, problem: ConvProblem | None = None, damaged: list[str] | None = None
     ) -> Iterator[Stored]:
-        """All of them, in order of environment and entry of the problem.
+        """All choices, in order of environment, then of the problems' numbers.
 
         Args:
-            damaged: if given, rows that are not what was written are named here, and nothing is raised.
+            damaged: if given, damaged rows are named here, and nothing is raised.
 
         Raises:
-            DamagedStoreError: if a row is not what was written.
+            DamagedStoreError: if a row is damaged.
         """
         rows = self._db.execute(
             f"select c.environment, p.text, c.budgets, c.made, c.used, {_COLUMNS} from choice c "
@@ -215,9 +215,9 @@ class Choices(StoreFile):
         unused_since: str | None = None,
         environment: int | None = None,
     ) -> int:
-        """Delete until all of these hold, least recently used first; returns how many choices and measurements went.
+        """Delete until all of these hold, least recently used first; returns the number of deleted rows.
 
-        Measurements go before choices: a call may wait for a choice, and whole files of measurements can be imported.
+        Measurements are deleted before choices: a call may wait for a choice, while measurements can be imported again.
 
         Args:
             rows: keep at most this many choices and measurements.
@@ -263,7 +263,7 @@ class Choices(StoreFile):
         return len(keys)
 
     def _forget_problems(self, gone: int) -> None:
-        """Delete problems that nothing refers to, if anything is gone."""
+        """Delete problems that nothing refers to any more, unless `gone`, the number of deleted rows, is 0."""
         if gone:
             self._db.execute(
                 "delete from problem where not exists (select 1 from choice where problem = problem.id) "

@@ -1,6 +1,7 @@
-"""Choices and measurements from store to store: as JSON and CSV, so that a team can ship them, or directly.
+"""Copy choices and measurements from store to store: through JSON and CSV files, so that a team can ship them, or
+directly.
 
-Existing entries are kept unless `replace`: what the user's own machine measured describes it best.
+Existing entries are kept unless `replace`: the user's own measurements describe the user's machine best.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _COLUMNS = ("fingerprint", "description", *_FIELDS)
 
 
 class Taken(NamedTuple):
-    """What an import or a merge did: numbers of rows entered, and of rows left out because there was one."""
+    """The result of an import or a merge: numbers of rows added, and of rows left out since there was one already."""
 
     choices: int = 0
     choices_kept: int = 0
@@ -39,7 +40,7 @@ def export_choices(store: Store, path: str | Path, environment: int | None = Non
     """Write choices, of one environment or of all, as JSON (`.json`) or CSV; returns their number.
 
     Raises:
-        ValueError: if there are none, or the name ends in neither.
+        ValueError: if there are no choices, or the file's name has another ending.
     """
     fingerprints, about = store.fingerprints(), store.environments()
     found = list(store.decisions(environment))
@@ -78,13 +79,13 @@ def as_record(one: Stored) -> dict[str, Any]:
 
 
 def import_choices(store: Store, path: str | Path, *, replace: bool = False) -> Taken:
-    """Enter choices that `export_choices` wrote; their source is "import" from now on.
+    """Add choices that `export_choices` wrote; their source becomes "import".
 
     Args:
         replace: overwrite existing entries.
 
     Raises:
-        ValueError: if the file is not one of choices, with what is wrong with it; then nothing is entered.
+        ValueError: if the file is not a valid file of choices; the message says why. Then nothing is added.
         OSError: if it cannot be read.
     """
     groups: dict[str, tuple[Mapping[str, Any], list[tuple[Decision, str]]]] = {}
@@ -149,14 +150,14 @@ def is_measurements(path: str | Path) -> bool:
 
 
 def import_measurements(store: Store, path: str | Path, *, replace: bool = False) -> Taken:
-    """Enter a CSV file of measurements, with the environment written beside it.
+    """Add the measurements of a CSV file, with the environment in the file beside it.
 
     Args:
         replace: overwrite existing entries.
 
     Raises:
-        ValueError: if it is no such file.
-        OSError: if it, or the file about its environment, cannot be read.
+        ValueError: if it is not such a file.
+        OSError: if it, or the file of its environment, cannot be read.
     """
     rows = read_rows(path)
     about = json.loads(environment_path(path).read_text())
@@ -175,8 +176,8 @@ def _key(row: Any) -> tuple[Any, ...]:
 
 
 def merge(store: Store, other: Store, *, replace: bool = False) -> Taken:
-    """Enter everything of another store, choice by choice and measurement by measurement. Of two choices for the same
-    problem the later one stays (with `replace`, the other store's). Merging twice changes nothing.
+    """Add all choices and measurements of another store. Of two choices for the same problem the later one stays (with
+    `replace`, the other store's). Merging twice changes nothing.
 
     Raises:
         StoreError: if a row of the other is damaged.
@@ -202,9 +203,9 @@ def merge(store: Store, other: Store, *, replace: bool = False) -> Taken:
 
 
 def verify(store: Store) -> dict[str, list[str]]:
-    """Kind of fault -> what has it: "pages" (SQLite's own check), "references" (broken ones), "problems" (texts that
-    cannot be read), "rows" (choices that are not what was written), "unknown algorithms", "old revisions" (of choices:
-    measured again when next met). Kinds without a fault are left out."""
+    """Kind of fault -> the entries that have it: "pages" (SQLite's own check), "references" (broken ones), "problems"
+    (texts that cannot be read), "rows" (damaged choices), "unknown algorithms", "old revisions" (choices that will be
+    measured again when they are next needed). Kinds without a fault are left out."""
     found: dict[str, list[str]] = {"pages": store.problems(thorough=True), "references": store.dangling()}
     found["problems"] = []
     for text in store.problem_texts():

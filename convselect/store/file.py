@@ -1,7 +1,7 @@
-"""A store's file: opened, checked, written to in short transactions, set aside if it is damaged.
+"""A store's file: open it, check it, write to it in short transactions, set it aside if it is damaged.
 
-Its journal is a write-ahead log, so that readers and a writer do not wait for each other. On network mounts, whose
-processes share no memory, and wherever else SQLite refuses one, it is the rollback journal.
+Its journal is a write-ahead log, so that readers and a writer do not wait for each other. If SQLite cannot have one, as
+on network mounts, whose processes share no memory, it is the rollback journal.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pathlib import Path
 from urllib.parse import quote
 
 SCHEMA_VERSION = 2
-APPLICATION_ID = 0x63766C73  # "cvls": says whose file this is
+APPLICATION_ID = 0x63766C73  # "cvls": marks the file as convselect's
 BUSY_S = 30.0
-"""How long a writer waits for another one."""
+"""How long a writer waits for another one, in seconds."""
 _LOG_BYTES = 4 * 2**20
-"""What a write-ahead log is truncated to once its contents are in the main file."""
+"""Size to which a write-ahead log is truncated once its contents are in the main file."""
 
 _SCHEMA = """
 create table environment (
@@ -53,7 +53,7 @@ class StoreError(RuntimeError):
     """The file is not a store, is damaged, or has another version; the message says which.
 
     Attributes:
-        inode: of the file that was opened, if known: by now its name may belong to another one.
+        inode: inode of the file that was opened, if known: by now its name may belong to another file.
     """
 
     inode: int | None = None
@@ -64,7 +64,7 @@ class StoreVersionError(StoreError):
 
 
 class DamagedStoreError(StoreError):
-    """The file is not SQLite's, is damaged, or holds something else's tables."""
+    """The file is not an SQLite file, is damaged, or holds another program's tables."""
 
 
 class BusyStoreError(StoreError):
@@ -72,8 +72,8 @@ class BusyStoreError(StoreError):
 
 
 def kind_of(error: BaseException) -> str:
-    """ "busy" if another process holds the file and waiting may help, "damaged" if its contents are at fault, else
-    "other": no space, no permission, a disk or a file system that fails."""
+    """ "busy" if another process has locked the file, so that waiting may help, "damaged" if its contents are at fault,
+    else "other": no space, no permission, a failing disk or file system."""
     if isinstance(error, BusyStoreError):
         return "busy"
     if isinstance(error, DamagedStoreError):
@@ -94,12 +94,12 @@ def now() -> str:
 
 
 class StoreFile:
-    """A store's file, opened, and made if it does not exist; `close` it.
+    """Opens a store's file, and makes it if it does not exist. Must be closed with `close`.
 
     Args:
         read_only: nothing is made or changed; the directory may be read-only, too.
         busy_s: how long to wait for another process, in seconds.
-        shared: whether several threads use this one, one at a time (the caller sees to that).
+        shared: whether several threads use this object, one at a time (which the caller ensures).
 
     Raises:
         StoreError: if the file is not a store (`DamagedStoreError`), has another schema version (`StoreVersionError`),
@@ -134,7 +134,7 @@ class StoreFile:
                 error.inode = self.inode
                 raise
             except sqlite3.DatabaseError as error:
-                # If there is no log beside it, and none can be made, a file is read as one that never changes.
+                # If there is no log beside the file, and none can be made, read it as a file that never changes.
                 if mode == modes[-1] or kind_of(error) != "other":
                     raise self._translated(error) from error
 
@@ -168,7 +168,7 @@ class StoreFile:
                     self._db.execute(f"pragma user_version = {SCHEMA_VERSION}")
         if self._db.execute("pragma application_id").fetchone()[0] != APPLICATION_ID:
             raise DamagedStoreError(f"{self.path} is a database of something else")
-        # Read again: another process may have made the tables just now, in one transaction with both numbers.
+        # Read again: another process may just have made the tables, in one transaction with both numbers.
         if (version := self._version()) != SCHEMA_VERSION:
             raise StoreVersionError(f"{self.path} has version {version}; this convselect reads {SCHEMA_VERSION}")
         self._check_once()
@@ -182,7 +182,7 @@ class StoreFile:
         return bool(self._db.execute("select count(*) from sqlite_master").fetchone()[0])
 
     def _check_once(self) -> None:
-        """Check the file's pages, once per process: later look-ups must not wait for that again."""
+        """Check the file's pages, once per process, so that later look-ups do not wait for it."""
         found = self.path.stat()
         key = (str(self.path.absolute()), found.st_dev, found.st_ino)
         if key not in _checked:
@@ -191,12 +191,12 @@ class StoreFile:
             _checked.add(key)
 
     def problems(self, *, thorough: bool = False) -> list[str]:
-        """What is wrong with the file's pages, at most ten lines; `thorough` compares indices with their tables too."""
+        """Faults of the file's pages, at most ten lines; `thorough` compares indices with their tables too."""
         what = "integrity_check" if thorough else "quick_check"
         return [str(line) for (line,) in self._db.execute(f"pragma {what}(10)") if line != "ok"]
 
     def dangling(self) -> list[str]:
-        """Rows with a broken reference: their table, and the one referred to."""
+        """Rows with a broken reference: their table, and the table they refer to."""
         return [
             f"{table}: a row of no {parent}" for table, _, parent, _ in self._db.execute("pragma foreign_key_check")
         ]
@@ -225,7 +225,7 @@ class StoreFile:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """One transaction: all of it or nothing."""
+        """One transaction: everything is written or nothing."""
         self._db.execute("begin immediate")
         try:
             yield
@@ -259,11 +259,11 @@ def is_store(path: str | Path) -> bool:
 
 
 def set_aside(path: Path, inode: int | None) -> Path | None:
-    """Rename a damaged file, and what SQLite keeps beside it, so that a new one can be begun. It is not deleted: its
+    """Rename a damaged file, and SQLite's files beside it, so that a new one can be made. It is not deleted, since its
     owner may want it.
 
     Args:
-        inode: of the file that was found damaged; another one by this name is not touched.
+        inode: inode of the file that was found damaged; another file with this name is not touched.
 
     Returns:
         The new name; None if another process renamed it first.
@@ -302,7 +302,7 @@ def _has_content(path: str) -> bool:
 
 
 def on_network(path: Path, mounts: Callable[[], str] | None = None) -> bool:
-    """Whether a file lies on a mount that other machines may write to as well; False if that cannot be found out."""
+    """Whether a file is on a mount to which other machines may write as well; False if that is not known."""
     try:
         text = mounts() if mounts is not None else Path("/proc/self/mounts").read_text(errors="replace")
         place = os.path.realpath(path)

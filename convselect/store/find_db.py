@@ -1,11 +1,11 @@
-"""MIOpen's find-db as measurements: what AMD's library timed on a GPU, in the text format that it stores.
+"""Read MIOpen's find-db as measurements: times of AMD's library on a GPU, in its own text format.
 
 One line per problem, `key=solver:milliseconds,workspace bytes,kind of algorithm;solver:...`. The key is
 
     C-H-W-RxS-K-P-Q-N-padding-stride-dilation-bias-layout[-weight layout-output layout]-type-direction[_gGROUPS][_c..]
 
 with pairs as HxW. For the two gradients (B and W) the first three numbers are those of y's gradient and the second
-three those of x. Older files write `kind of algorithm:solver,milliseconds,workspace,..`. See in ROCm/MIOpen
+three those of x. Older files write `kind of algorithm:solver,milliseconds,workspace,..`. Sources, in ROCm/MIOpen:
 docs/conceptual/finddb.rst, src/conv/problem_description.cpp and src/include/miopen/perf_field.hpp.
 """
 
@@ -33,7 +33,7 @@ _KEY = re.compile(
     r"-(?P<direction>[FBW])(?:_g(?P<groups>\d+))?(?P<cast>(?:_c[iwo]\w+)*)"
 )
 _KEY_3D = re.compile(r"\d+-\d+-\d+-\d+-\d+x\d+x\d+-")
-# gfx90a68.HIP.fdb.txt: 0x68 compute units; gfx1030_36.HIP.2_19_0_d.ufdb.txt: 36 of them, and a version.
+# gfx90a68.HIP.fdb.txt: 0x68 compute units; gfx1030_36.HIP.2_19_0_d.ufdb.txt: 36 compute units, and a version.
 _NAME = re.compile(
     r"(?P<arch>gfx(?:9[0-9a-f]{2}|8[0-9a-f]{2}|1[0-9]{2}[0-9a-f]))(?:[-+][-+a-z]*)?(?:_(?P<units>\d+)|(?P<hex>[0-9a-f]+))?"
     r"(?:\.(?P<backend>HIP|OpenCL))?(?:\.(?P<version>[0-9][\w.]*?))?\.u?fdb\.txt"
@@ -41,7 +41,7 @@ _NAME = re.compile(
 
 
 class Skipped(ValueError):
-    """Why a line is left out."""
+    """A line is left out; the message is the reason."""
 
 
 @dataclass
@@ -49,9 +49,9 @@ class FindDb:
     """A file's contents.
 
     Attributes:
-        environment: architecture, compute units and version, as far as the file's name has them.
+        environment: architecture, compute units and version, as far as the file's name gives them.
         rows: one per problem and solver.
-        skipped: reason -> number of lines, or of solvers in a line, left out for it.
+        skipped: reason -> number of lines, or of solvers in a line, that were left out for this reason.
     """
 
     environment: dict[str, Any]
@@ -67,7 +67,7 @@ def environment_of(name: str) -> dict[str, Any]:
     """The description of the environment that a file's name stands for.
 
     Raises:
-        ValueError: if it is not named as MIOpen names its files: nothing else says which GPU its times are of.
+        ValueError: if it is not named like MIOpen's files: only the name says which GPU the times are from.
     """
     found = _NAME.fullmatch(name)
     if found is None:
@@ -91,7 +91,7 @@ def read(path: str | Path) -> FindDb:
     """Read a find-db or user find-db file.
 
     Raises:
-        ValueError: if its name does not say which GPU it is of.
+        ValueError: if its name does not say which GPU it is from.
         OSError: if it cannot be read.
     """
     with Path(path).open(errors="replace") as file:
@@ -99,7 +99,7 @@ def read(path: str | Path) -> FindDb:
 
 
 def parse(lines: Iterable[str], environment: dict[str, Any]) -> FindDb:
-    """Read the lines that map onto a `ConvProblem`; the others are counted."""
+    """Read the lines that a `ConvProblem` can express; the others are counted."""
     found = FindDb(environment)
     for line in lines:
         if not (line := line.strip()):
@@ -177,7 +177,7 @@ def problem_of(key: str) -> ConvProblem:
     if min(p.N, p.C, p.H, p.W, p.K, R, S, *p.stride, *p.dilation, p.groups) < 1 or p.C % p.groups or p.K % p.groups:
         raise Skipped("sizes that no convolution has")
     if y[1:] != (p.P, p.Q):
-        # A transposed convolution is stored as the gradient that it equals; what fits neither cannot be expressed.
+        # A transposed convolution is stored as the gradient that it equals; keys that fit neither cannot be expressed.
         raise Skipped("sizes that do not fit each other (transposed, or rounded otherwise)")
     return problem
 

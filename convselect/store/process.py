@@ -1,7 +1,7 @@
-"""The store as one process sees it: choices are looked up before the model is asked, and written down once made.
+"""The store of one process: choices are looked up before the model is asked, and written once they are made.
 
-No call waits for long, and none raises (except for the one warning, if the user has made warnings errors). If anything
-goes wrong with the file, choices are kept in memory from then on.
+No call waits for long, and none raises (except for the one warning, if the user has turned warnings into errors). If
+the file fails, choices are kept in memory from then on.
 
 The setting is `convselect.set_store(...)` or the environment:
 
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from convselect.store.choices import Choices, Decision
 
 BUSY_S = 0.2
-"""How long a call waits for another process."""
+"""How long a call waits for another process, in seconds."""
 QUEUE = 64
-"""Number of choices that are written together, at the latest .."""
+"""Choices are written once this many are waiting .."""
 EVERY_S = 5.0
-""".. this many seconds after the last write. A locked file is left alone for as long."""
+""".. or this many seconds after the last write. After finding the file locked the process waits for as long."""
 TRIES = 3
-"""How many times in a row a locked file is tried."""
+"""How many times in a row a locked file is tried before it is given up."""
 REMEMBERED = 4096
 """Most choices kept in memory if they cannot be written."""
 ROWS, SIZE_BYTES = 50_000, 64 * 2**20
@@ -45,9 +45,9 @@ Key = tuple["ConvProblem", str]
 
 
 class _Process:
-    """What this process knows of its two stores. Used by one thread at a time.
+    """The state of this process's two stores. Used by one thread at a time.
 
-    Store modules are imported once a file is opened: without one, a process never imports sqlite3.
+    Store modules are imported when a file is opened: without one, a process never imports sqlite3.
     """
 
     def __init__(self, setting: str | Path | None = None) -> None:
@@ -60,12 +60,12 @@ class _Process:
         self.why_off: str | None = "it is switched off" if self.off else None
         self.warnings: list[tuple[str, str]] = []
         self.waiting: dict[Key, tuple[str, Decision]] = {}  # with fingerprints
-        self.known: dict[Key, Decision] = {}  # what cannot be written, or was the parent's to write
+        self.known: dict[Key, Decision] = {}  # choices that cannot be written, or that the parent process writes
         self.store: Choices | None = None
         self.system: Choices | None = None
         self.numbers: dict[str, int] = {}  # fingerprint -> number of the environment
         self.locked = 0  # how often in a row
-        self.rest: timing.Deadline | None = None  # after a locked file
+        self.rest: timing.Deadline | None = None  # no attempts until then, after the file was locked
         self.written: timing.Deadline | None = None  # since the last write, or since the first choice waits
         self.damaged = False
         self.inside = 0  # depth of calls: a signal handler may run in the middle of one
@@ -102,7 +102,7 @@ class _Process:
         if not folder.is_dir():
             folder.parent.mkdir(parents=True, exist_ok=True)
             folder.mkdir(mode=0o700, exist_ok=True)
-        # What another user put there could say which code runs here; a path that was given is the user's own decision.
+        # A file of another user could decide which code runs here; a path that the user gave is the user's decision.
         if self.given is None and hasattr(os, "geteuid") and folder.stat().st_uid != os.geteuid():
             raise PermissionError(f"{folder} belongs to another user")
 
@@ -130,7 +130,7 @@ class _Process:
     # ---- failing ------------------------------------------------------------------------------------------------
 
     def failed(self, error: Exception) -> None:
-        """Rest, begin a new file, or do without one from now on, depending on what went wrong."""
+        """Wait for a while, begin a new file, or continue without a file, depending on the error."""
         from convselect.store.file import kind_of, set_aside
 
         kind = kind_of(error)
@@ -166,7 +166,7 @@ class _Process:
         self.waiting = {}
 
     def forked(self) -> None:
-        """Continue as a child. What waits is left to the parent to write."""
+        """Continue as a forked child. The parent writes the choices that were waiting."""
         self.pid, self.inside = os.getpid(), 0
         self._keep_waiting_in_memory()
         if self.store is not None or self.system is not None:
@@ -225,7 +225,7 @@ class _Process:
                 kept.pop(next(iter(kept)))
 
     def write(self) -> None:
-        """Write what waits, in one transaction per environment. What could not be written waits on."""
+        """Write the waiting choices, in one transaction per environment. After a failure they keep waiting."""
         if not self.waiting:
             return
         store = self.opened(make=True)
@@ -246,7 +246,7 @@ class _Process:
                     del self.waiting[key]
             self.locked = 0
             if sum(store.counts()) > ROWS or store.used_bytes > SIZE_BYTES:
-                # Some room, so that not every write from now on has to prune.
+                # Prune a bit more than necessary, so that not every later write has to prune.
                 store.prune(rows=ROWS * 9 // 10, size_bytes=SIZE_BYTES * 9 // 10)
         except Exception as error:
             self.failed(error)
@@ -287,7 +287,7 @@ _guard = ForkGuard(_before_fork, _in_child)
 
 @contextlib.contextmanager
 def _using() -> Iterator[_Process]:
-    """The process's view, for this thread alone; warnings are given once it is free again."""
+    """The process's state, locked for this thread; warnings are given after it is unlocked."""
     global _process
     with _guard.lock:
         if _process is None:
@@ -317,13 +317,13 @@ def look_up(problem: ConvProblem, budgets: str) -> Decision | None:
 
 
 def remember(decision: Decision) -> None:
-    """Keep a choice: at once in memory, and before long on disk."""
+    """Keep a choice: in memory at once, and soon on disk."""
     with _using() as process:
         process.remember(decision)
 
 
 def flush() -> None:
-    """Write what waits."""
+    """Write the waiting choices."""
     if _process is None:
         return
     with _using() as process:
@@ -332,8 +332,8 @@ def flush() -> None:
 
 
 def configure(path: str | Path | None = None) -> None:
-    """Keep choices in this file from now on; "off": in no file; None: as the environment says, by default in the user's
-    cache directory. Choices not yet written go to the file that was in use."""
+    """Keep choices in this file from now on; "off": in no file; None: in the file that the environment variable names,
+    by default in the user's cache directory. Choices not yet written go to the file used so far."""
     global _process
     flush()
     with _guard.lock:

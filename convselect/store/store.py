@@ -1,13 +1,13 @@
 """The store: choices and measured times on disk, with the environment they were made in. One SQLite file.
 
-    environment   device, instruction set, versions, malloc settings: what must be equal for times to be compared
+    environment   device, instruction set, versions, malloc settings: all that must be equal for times to be compared
     problem       one line of text each, `str(ConvProblem)`
     measurement   one algorithm on one problem in one environment: status, clock, minimum, median, p20, p80, rounds
     sentinel      a fixed problem's time before and after each block of problems: how far the machine drifted meanwhile
-    choice        what was chosen for a problem under some budgets: algorithm, its parameters and revision, its source,
-                  when it was made and last used
+    choice        the choice for a problem under some budgets: algorithm, its parameters and revision, its source, when
+                  it was made and last used
 
-A problem's measurements are written in one transaction, so an interrupted collector leaves whole problems behind.
+A problem's measurements are written in one transaction, so after an interruption the store has only complete problems.
 SQLite's journal and file locks make many processes on one machine safe; a reader never sees half a problem.
 """
 
@@ -56,8 +56,8 @@ class Store(Choices):
         """Write one problem's measurements, all or none. Existing ones of the same revision are overwritten.
 
         Args:
-            pool: `pool_fingerprint` of the candidates, so that a later, larger pool counts the problem as new.
-            block: the period between two sentinels that these belong to.
+            pool: `pool_fingerprint` of the candidates, so that for a later, larger pool the problem counts as new.
+            block: number of the period between two sentinels in which these were made.
         """
         time = now()
         with self.writing():
@@ -77,14 +77,14 @@ class Store(Choices):
             self._db.execute(_INTO_SENTINEL, (environment, block, before_us, after_us))
 
     def drift(self, environment: int) -> dict[int, float]:
-        """Block -> by how much the sentinel's time changed across it, as a ratio of at least 1."""
+        """Block -> ratio, at least 1, between the sentinel's times before and after it."""
         rows = self._db.execute(
             "select block, before_us, after_us from sentinel where environment = ? order by block", (environment,)
         )
         return {int(block): max(before / after, after / before) for block, before, after in rows}
 
     def measurements(self, environment: int) -> int:
-        """How many there are in an environment."""
+        """Number of measurements in an environment."""
         found = self._db.execute("select count(*) from measurement where environment = ?", (environment,)).fetchone()
         return int(found[0])
 
@@ -103,7 +103,7 @@ class Store(Choices):
         return {ConvProblem.parse(text) for (text,) in rows}
 
     def rows(self, environment: int | None = None, max_drift: float | None = None) -> list[Row]:
-        """All measurements, of one environment or of all, problems in the order of their entry.
+        """All measurements of one environment or of all, in the order in which problems were added.
 
         Args:
             max_drift: leave out blocks across which the sentinel moved by more than this ratio.
@@ -137,7 +137,7 @@ class Store(Choices):
             ours: its number here.
 
         Returns:
-            How many were entered, and how many existed.
+            The numbers of measurements that were added, and that existed already.
         """
         rows = other._db.execute(
             f"select text, algorithm, revision, repeat, pool, block, model, status, clock, {', '.join(TIMES)}, rounds "
@@ -171,7 +171,7 @@ def export(store: Store, path: str | Path, *, max_drift: float | None = None) ->
         max_drift: leave out blocks across which the sentinel moved by more than this ratio.
 
     Raises:
-        ValueError: if the store is empty, or holds times of several machines, which one file must not mix.
+        ValueError: if the store is empty, or holds times of several machines, which must not be mixed in one file.
     """
     environments = list(store.environments().values())
     machines = [{name: one.get(name) for name in MACHINE} for one in environments]

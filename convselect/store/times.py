@@ -1,4 +1,4 @@
-"""Measured times of a file, whichever kind it is, with the machine that measured them; and those measured here."""
+"""Read measured times, with the machine that measured them, from stores and CSV files; and those of this machine."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def times_here(path: str | Path | None = None) -> Times:
     revisions. Second measurements are left out. An own store that is missing or unreadable has none.
 
     Raises:
-        ValueError: if a file that was named holds nothing of this machine.
+        ValueError: if `path` was given and holds no times of this machine.
         StoreError, OSError: if it cannot be read.
     """
     here = {name: choice_environment("cpu")[1][name] for name in MACHINE}

@@ -1,9 +1,9 @@
-"""The cost model: gradient-boosted trees that predict how fast a program is beside the fastest known of its problem.
+"""The cost model: gradient-boosted trees that predict a program's speed relative to the fastest known of its problem.
 
-The target is throughput normalised to the problem's best, t_best / t in (0, 1]; the error is squared and weighted by
-that same number, since it matters little how slow a slow program is. It is trained anew before every round, on all that
-was measured so far, of every problem: that takes a fraction of a second and needs no thought about what to forget.
-LightGBM, or scikit-learn's histogram trees where that is missing.
+The target is throughput normalised to the problem's best, t_best / t in (0, 1]. The loss is the squared error weighted
+by the target, since it matters little how slow a slow program is. The model is retrained from scratch before every
+round, on all measurements of all problems so far: that takes a fraction of a second and needs no rule for dropping old
+data. It uses LightGBM, or scikit-learn's histogram trees if LightGBM is missing.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from convselect.tune.programs import Floats, Program
 
 TREES, LEAVES, RATE, LEAST_IN_LEAF = 150, 15, 0.1, 4
 LEAST_PROGRAMS = 8
-"""Fewer measured programs than this teach nothing."""
+"""With fewer measured programs than this the model stays untrained."""
 
 Times = Mapping[ConvProblem, Mapping[Program, float]]
-"""Of each problem, the measured programs' times in us."""
+"""Problem -> measured program -> its time in us."""
 
 
 class Missing(RuntimeError):
-    """No package of trees is installed; the message says what to install."""
+    """Neither LightGBM nor scikit-learn is installed; the message says what to install."""
 
 
 class CostModel:
-    """Predicts normalised throughput. Without training everything is predicted alike.
+    """Predicts normalised throughput. An untrained model predicts 1 for every program.
 
     Args:
         backend: "lightgbm", "sklearn", or None: the first that is installed.
 
     Raises:
-        Missing: where neither is.
+        Missing: if neither is installed.
     """
 
     def __init__(self, seed: int = 0, backend: str | None = None, trees: int = TREES) -> None:
@@ -46,7 +46,7 @@ class CostModel:
         self._model: Any = None
 
     def fit(self, times: Times) -> None:
-        """Learn from scratch. With too few programs it stays, or becomes again, untrained."""
+        """Train from scratch. With fewer than `LEAST_PROGRAMS` programs the model is (again) untrained."""
         measured = {problem: of for problem, of in times.items() if of}
         if sum(map(len, measured.values())) < LEAST_PROGRAMS:
             self._model = None
@@ -60,7 +60,7 @@ class CostModel:
             self._model = _sklearn(x, y, self._seed, self._trees)
 
     def predict(self, problem: ConvProblem, programs: Sequence[Program]) -> Floats:
-        """(n,) predicted t_best / t, none below 0; ones before there was anything to learn from."""
+        """(n,) predicted t_best / t, none below 0; ones if the model is untrained."""
         if self._model is None or self._features is None or not programs:
             return np.ones(len(programs))
         said: Floats = np.asarray(self._model.predict(self._features(problem, programs)), dtype=np.float64)

@@ -1,10 +1,10 @@
-"""Evolution of programs: random changes, selected by how fast they are predicted to be.
+"""Evolutionary search: random changes of programs, selected by predicted speed.
 
-    tile        two tile sizes change so that their product stays, or one size takes a step to its neighbour
-    structure   another sketch, the other parameters kept as far as they are allowed; or another algorithm
+    tile        change two tile sizes and keep their product, or move one size to a neighbouring value
+    structure   another sketch, keeping the other parameters if they are allowed there; or another algorithm
     crossover   each parameter from one of two parents
 
-Whatever comes out is valid or thrown away. Parents are drawn with a probability in proportion to predicted speed.
+Invalid children are thrown away. Parents are drawn with a probability proportional to their predicted speed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from convselect.tune.programs import Floats, Program, Programs
 
 POPULATION, GENERATIONS = 128, 4
 CROSSOVER, STRUCTURAL = 0.25, 0.15
-"""How often a child has two parents, and how often one parent's structure or algorithm changes; otherwise sizes do."""
+"""Probabilities of a crossover and of a change of structure or algorithm; otherwise sizes change."""
 _ATTEMPTS = 4
 
 Score = Callable[[Sequence[Program]], Floats]
@@ -35,7 +35,7 @@ def evolve(
     generations: int = GENERATIONS,
     exclude: Collection[Program] = (),
 ) -> list[Program]:
-    """Programs that are predicted to be fast, best first, none twice and none of `exclude`.
+    """Programs that are predicted to be fast, best first, without duplicates and without `exclude`.
 
     Args:
         score: programs -> predicted speed of each, larger is faster, none below 0.
@@ -58,7 +58,7 @@ def evolve(
             child = offspring(programs, mother, father, source)
             if child is not None:
                 children[child] = None
-        # The best so far stay: a generation of accidents must not lose them.
+        # Keep the best so far: an unlucky generation must not lose them.
         best = sorted(seen, key=seen.__getitem__, reverse=True)[: population // 4]
         current = list(dict.fromkeys([*best, *children]))
     ranked = sorted(seen, key=seen.__getitem__, reverse=True)
@@ -66,7 +66,7 @@ def evolve(
 
 
 def offspring(programs: Programs, mother: Program, father: Program, source: random.Random) -> Program | None:
-    """A valid program made from one parent or both; None where several attempts brought none."""
+    """A valid program made from one parent or both; None if `_ATTEMPTS` attempts found none."""
     for _ in range(_ATTEMPTS):
         chance = source.random()
         if chance < CROSSOVER and mother.algorithm == father.algorithm and mother != father:
@@ -82,14 +82,15 @@ def offspring(programs: Programs, mother: Program, father: Program, source: rand
 
 
 def crossed(programs: Programs, mother: Program, father: Program, source: random.Random) -> Program:
-    """Each parameter from one of two programs of one algorithm. It may not be valid."""
+    """Each parameter from one of two programs of the same algorithm. The result may be invalid."""
     a, b = mother.values, father.values
     return programs.made(mother.algorithm, {name: source.choice((a, b))[name] for name in a})
 
 
 def with_other_sizes(programs: Programs, program: Program, source: random.Random) -> Program | None:
-    """Two tile sizes changed by the same factor, so that their product stays; or one step of one parameter. It may not
-    be valid. None where there is nothing to change."""
+    """Change two tile sizes and keep their product, or move one parameter to a neighbouring value.
+
+    The result may be invalid. None if there is nothing to change."""
     space = programs.spaces[program.algorithm]
     if space is None:
         return None
@@ -110,7 +111,7 @@ def with_other_sizes(programs: Programs, program: Program, source: random.Random
 
 
 def _trades(first: Parameter, second: Parameter, a: int, b: int) -> list[tuple[int, int]]:
-    """Other values of two parameters with the same product."""
+    """Other values of two parameters that have the same product as `a` and `b`."""
     others = set(second.values)
     return [(v, a * b // v) for v in first.values if v and v != a and a * b % v == 0 and a * b // v in others]
 
@@ -122,8 +123,8 @@ def _stepped(parameter: Parameter, value: int, source: random.Random) -> int:
 
 
 def with_other_structure(programs: Programs, program: Program, source: random.Random) -> Program | None:
-    """Another sketch of the same algorithm, or another algorithm; parameters of the same name are kept where they may
-    be, the rest is drawn. None where there is no other."""
+    """Another sketch of the same algorithm, or another algorithm. Parameters of the same name keep their values if
+    those are allowed there; the others are drawn at random. None if there is no other sketch or algorithm."""
     space = programs.spaces[program.algorithm]
     sketches = [] if space is None else _other_sketches(space, programs, program)
     others = [name for name in programs.tunable if name != program.algorithm]
@@ -153,7 +154,7 @@ def _other_sketches(space: Space, programs: Programs, program: Program) -> list[
 def _completed(
     space: Space, programs: Programs, fixed: dict[str, int], like: Program, source: random.Random
 ) -> dict[str, int]:
-    """A valid program that has what is fixed, and of another what it may."""
+    """The values of a valid program: those in `fixed`, then those of `like`, if allowed; others drawn at random."""
     kept, values = like.values, dict[str, int]()
     for parameter in space.parameters:
         allowed = space.choices(programs.problem, values)

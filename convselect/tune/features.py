@@ -1,8 +1,8 @@
-"""What the cost model sees of a program: the problem, the parameters, and what follows from both.
+"""Input features of the cost model: the problem, the parameters, and estimates computed from both.
 
-Trees take what is missing as it is, so a parameter that an algorithm lacks is NaN. Estimates are rough on purpose:
-arithmetic and traffic of the method to first order, block sizes against the caches they have to fit into, how often a
-block is used again, and how full the last block is. Logarithms are to base 2.
+A parameter that an algorithm lacks is NaN, since trees accept missing values. Estimates are rough on purpose: the
+method's arithmetic and memory traffic to first order, block sizes relative to the caches that they have to fit into,
+how often a block is reused, and how full the last block is. Logarithms are to base 2.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Caches(NamedTuple):
 
 @functools.cache
 def caches() -> Caches:
-    """Of this machine's processor; usual sizes where the system does not tell."""
+    """The cache sizes of this machine's processor; typical sizes if the system does not report them."""
     found = []
     for name, usual in _CACHES:
         try:
@@ -46,13 +46,13 @@ def caches() -> Caches:
 
 
 class Estimate(NamedTuple):
-    """Of an algorithm on a problem, whatever its parameters.
+    """Cost of an algorithm on a problem, independent of its parameters.
 
     Attributes:
-        flops: operations of the method, transforms left out.
-        traffic_bytes: operands and result once, and what the method writes and reads on the way.
-        tiles: tiles of the image that it works on; pixels of the result where there are no tiles.
-        taps: numbers per input channel that a tile is made of.
+        flops: operations of the method, without transforms.
+        traffic_bytes: operands and result once, plus the intermediate values that the method writes and reads.
+        tiles: number of image tiles; pixels of the result if the method has no tiles.
+        taps: values per input channel in one tile.
     """
 
     flops: float
@@ -89,10 +89,11 @@ _OF_BYTES = ("log_value/l1", "log_tile/l2", "log_x/value", "log_weight/value", "
 
 
 class ProgramFeatures:
-    """Feature vectors over one set of columns: the algorithms and parameters that occur in some programs.
+    """Feature vectors with one set of columns: the algorithms and parameters that occur in `programs`.
 
     Args:
-        programs: whose algorithms and parameters get columns; of others, those columns are 0 or NaN.
+        programs: their algorithms and parameters get columns. A program with another algorithm has 0 in the columns of
+            algorithms and NaN in those of parameters that it lacks.
     """
 
     def __init__(self, programs: Iterable[Program]) -> None:
@@ -122,7 +123,7 @@ class ProgramFeatures:
         e, sizes = estimate(problem, program.algorithm), caches()
         element = problem.element_bytes
         transformed = element * e.taps * problem.K * (problem.C // problem.groups)
-        # Block sizes multiply: the numbers that are worked on at one time, with all their taps.
+        # The product of the block sizes: the values that are worked on at one time, with all their taps.
         block = element * e.taps * math.prod(max(v, 1) for n, v in program.params if not _in_kib(n))
         values = [
             _log(e.flops), _log(e.traffic_bytes), _log(e.flops / e.traffic_bytes), _log(e.tiles), _log(e.taps),
@@ -145,7 +146,7 @@ class ProgramFeatures:
 
 @functools.lru_cache(maxsize=1 << 16)
 def _of_value(problem: ConvProblem, algorithm: str, name: str, value: int) -> tuple[float, ...]:
-    """One parameter as a size in channels or tiles, and as a size in bytes: trees take what says something."""
+    """One parameter read as a size in channels or tiles and as a size in bytes: the trees pick what is useful."""
     e, sizes, count = estimate(problem, algorithm), caches(), max(value, 1) * (1024 if _in_kib(name) else 1)
     column = problem.element_bytes * e.taps * (problem.C // problem.groups)  # bytes per tile of the image
     columns = count / column
@@ -172,7 +173,7 @@ def _in_kib(name: str) -> bool:
 
 
 def family(algorithm: str) -> str:
-    """Algorithms that differ in a number alone are one family."""
+    """The algorithm's name without its number: algorithms that differ only in the number are one family."""
     return algorithm.rstrip("0123456789")
 
 

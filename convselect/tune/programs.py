@@ -1,4 +1,4 @@
-"""Programs: an algorithm with a value for each of its parameters, and all of them that one problem has."""
+"""A program is an algorithm with a value for each of its parameters; `Programs` are all those of one problem."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Floats = npt.NDArray[np.float64]
 
 
 class Program(NamedTuple):
-    """One way to compute a problem, to the last parameter.
+    """One way to compute a problem, with all parameters fixed.
 
     Attributes:
-        params: (name, value) in the order of the algorithm's space; empty where it has none.
+        params: (name, value) in the order of the algorithm's space; empty if it has no parameters.
     """
 
     algorithm: str
@@ -43,7 +43,7 @@ class Program(NamedTuple):
         """Inverse of `str(program)`.
 
         Raises:
-            ValueError: where it is none.
+            ValueError: if the text is not a program.
         """
         head, *rest = text.split()
         pairs = [item.partition("=") for item in rest]
@@ -54,7 +54,7 @@ class Programs:
     """All programs of one problem.
 
     Args:
-        spaces: algorithm -> its space; None where there is nothing to decide, and so one program.
+        spaces: algorithm -> its space of parameters; None if it has no parameters, and so only one program.
     """
 
     def __init__(self, problem: ConvProblem, spaces: Mapping[str, Space | None]) -> None:
@@ -65,26 +65,26 @@ class Programs:
 
     @classmethod
     def of(cls, problem: ConvProblem, settings: Settings, algorithms: Mapping[str, Algorithm] = BY_NAME) -> Programs:
-        """Those of every algorithm that these settings admit for the problem."""
+        """The programs of native and of every algorithm that these settings admit for the problem."""
         admitted = {n: a for n, a in algorithms.items() if n == NATIVE or refusal(a, problem, settings) is None}
         return cls(problem, {name: algorithm.space(problem) for name, algorithm in admitted.items()})
 
     def default(self, name: str) -> Program:
-        """What this algorithm does where nobody decides."""
+        """The algorithm with its default parameters."""
         space = self.spaces[name]
         return Program(name) if space is None else self.made(name, space.default(self.problem))
 
     def defaults(self) -> list[Program]:
-        """One of each algorithm."""
+        """The default program of each algorithm."""
         return [self.default(name) for name in self.spaces]
 
     def made(self, name: str, values: Mapping[str, int]) -> Program:
-        """A program of these values, in the order of the space."""
+        """A program with these values, in the order of the space."""
         space = self.spaces[name]
         return Program(name, () if space is None else tuple((n, values[n]) for n in space.names))
 
     def sample(self, source: random.Random) -> Program | None:
-        """A complete program, drawn one parameter at a time; None where no algorithm has parameters."""
+        """A random program, drawn one parameter at a time; None if no algorithm has parameters."""
         if not self.tunable:
             return None
         name = source.choice(self.tunable)
@@ -104,5 +104,6 @@ class Programs:
         return found
 
     def settle(self, program: Program) -> Program | None:
-        """The program itself where it is valid, otherwise None; where only some can be measured, the nearest."""
+        """The program itself if it is valid, otherwise None. A subclass in which only some programs can be measured
+        returns the nearest of those."""
         return program if self.is_valid(program) else None

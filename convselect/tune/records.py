@@ -1,8 +1,8 @@
 """Files of measured programs.
 
-A *log* has one line of JSON per program and stands beside the store: what a search found is there for the next one,
-even after a search that was killed. *Recorded times* are a CSV file (`.gz`: compressed) of many programs per problem,
-measured once, with the environment in `<path>.env.json`: a search can be replayed against them on any machine.
+A *log* has one line of JSON per program and lies beside the store: the next search continues from it, even if the last
+one was killed. *Recorded times* are a CSV file (`.gz`: compressed) of many programs per problem, measured once, with
+the environment in `<path>.env.json`: a search can be replayed against them on any machine.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from convselect.base.problem import ConvProblem
 from convselect.tune.programs import Program
 
 LOG_LINES = 200_000
-"""Most lines of a log; when it has grown longer, the older half goes."""
+"""Maximum length of a log; a longer one is cut to the newest half of this when it is read."""
 
 
 class Measured(NamedTuple):
-    """One program, measured.
+    """The measurement of one program.
 
     Attributes:
-        status: "ok", "wrong" (never timed), "failed" (it raised).
-        time_us: None unless it was ok.
+        status: "ok", "wrong" (its result is wrong, so it was not timed) or "failed" (it raised).
+        time_us: None unless the status is "ok".
     """
 
     program: Program
@@ -34,21 +34,21 @@ class Measured(NamedTuple):
 
 
 class Log:
-    """A file of measured programs of one or several environments. It is made with the first line.
+    """A file of measured programs of one or several environments. It is created when the first line is written.
 
     Args:
         environment: the fingerprint under which lines are written and read.
-        revisions: algorithm -> its revision today; lines about others are not read.
+        revisions: algorithm -> its current revision; lines about other revisions are not read.
     """
 
     def __init__(self, path: Path, environment: str, revisions: Mapping[str, int]) -> None:
         self.path, self._environment, self._revisions = path, environment, revisions
 
     def add(self, problem: ConvProblem, measured: Iterable[Measured]) -> None:
-        """Append, in one write.
+        """Append to the file, in one write.
 
         Raises:
-            OSError: where that is not possible.
+            OSError: if the file cannot be written.
         """
         text = "".join(
             json.dumps(
@@ -76,7 +76,7 @@ class Log:
         return whole
 
     def read(self) -> dict[ConvProblem, dict[Program, Measured]]:
-        """What was measured here of algorithms as they are today; of a program measured twice the later time."""
+        """Measurements in this environment of the algorithms' current revisions; the later one of repeated ones."""
         found: dict[ConvProblem, dict[Program, Measured]] = {}
         if not self.path.exists():
             return found

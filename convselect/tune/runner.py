@@ -1,8 +1,8 @@
-"""Programs measured: here, each checked against float64 before it is timed, or looked up among recorded times.
+"""Measure programs on this machine; each is checked against float64 before it is timed.
 
-Programs of a batch are timed in turns with native and with what runs without tuning. Those two are in every batch, and
-say by how much the machine is slower or faster than it was at the first: times of different batches are made
-comparable by that.
+The programs of a batch are timed in turns with native and with the default (what runs without tuning). Those two are
+in every batch: their times say how much slower or faster the machine is than in the first batch, and the times of
+later batches are scaled by that.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from convselect.tune.records import Measured
 
 WARM_ROUNDS, ROUNDS = 2, 7
 HOPELESS = 1.4
-"""Slower than the fastest so far by so much in the first rounds, a program is timed no further."""
+"""A program that takes more than this many times the fastest program's time in the first rounds is dropped."""
 CONFIRM_ROUNDS, CONFIRM_S = 60, 2.0
-"""Most rounds, and about how many seconds, of the last comparison with what runs without tuning."""
+"""Most rounds, and about how many seconds, of the final comparison with the default."""
 LEAST = 1.01
-"""A program has to be so many times as fast as what runs without tuning to take its place .."""
+"""A program has to be this many times as fast as the default to replace it .."""
 LEAST_P20 = 1.0
 """.. and not slower in more than a fifth of the rounds."""
 
 
 class Verdict(NamedTuple):
-    """What the last comparison said.
+    """The result of the final comparison.
 
     Attributes:
-        gain: native's time over its own; None where that is not known.
-        speedup: the time of what runs without tuning over its own; 1.0 for that itself.
-        rounds: that it rests on.
+        gain: native's time over the program's; None if it is not known.
+        speedup: the default's time over the program's; 1.0 for the default itself.
+        rounds: rounds of timing behind these numbers.
     """
 
     program: Program
@@ -52,22 +52,22 @@ class Verdict(NamedTuple):
 
 
 class Runner(Protocol):
-    """Where programs are measured."""
+    """Measures programs."""
 
     def run(self, problem: ConvProblem, programs: Sequence[Program], default: Program) -> list[Measured]:
         """One measurement per program, in their order."""
         ...
 
     def confirm(self, problem: ConvProblem, programs: Sequence[Program], default: Program) -> Verdict:
-        """Which of these is to be used, if not the default."""
+        """The program to use: one of these, or the default."""
         ...
 
 
 class Live:
-    """Measures here, on `problem.threads` threads of the CPU.
+    """Measures on this machine, on `problem.threads` threads of the CPU.
 
-    With one thread times are CPU time of the calling thread, which neighbours on the machine disturb least; with more
-    they are wall time.
+    With one thread times are CPU time of the calling thread, which other processes on the machine disturb least; with
+    more threads they are wall time.
     """
 
     def __init__(self, algorithms: Mapping[str, Algorithm] = BY_NAME, rounds: int = ROUNDS) -> None:
@@ -87,8 +87,9 @@ class Live:
         return [Measured(program, status[program], times.get(program)) for program in programs]
 
     def confirm(self, problem: ConvProblem, programs: Sequence[Program], default: Program) -> Verdict:
-        """The fastest of these and the default in many rounds, each checked again. The default stays unless another is
-        faster by `LEAST`. What leaving native costs per call in dispatch is added to all but native."""
+        """The fastest of these and the default in many rounds, each checked again. The default stays unless another
+        program is `LEAST` times as fast. All but native are charged the dispatch overhead per call of leaving native.
+        """
         native = Program(NATIVE)
         found = self.compare(problem, (default, native, *programs), CONFIRM_ROUNDS, CONFIRM_S)
         on_clock = {program: _with_cost(t, problem, program) for program, t in found.items()}
@@ -102,7 +103,7 @@ class Live:
     def compare(
         self, problem: ConvProblem, programs: Sequence[Program], rounds: int, deadline_s: float
     ) -> dict[Program, timing.Timing]:
-        """Times of those that compute what float64 says, in turns, in their order; without what dispatch costs."""
+        """Times of the programs whose results agree with float64, timed in turns; without the cost of dispatch."""
         with torch.no_grad(), measure.threads(problem.threads):
             self._prepare(problem)
             right = [p for p in dict.fromkeys(programs) if self._check(problem, p) == "ok"]
@@ -113,7 +114,7 @@ class Live:
     # ---- parts --------------------------------------------------------------------------------------------------
 
     def _prepare(self, problem: ConvProblem) -> None:
-        """Operands, the result in float64, and the memory format of native's: of one problem at a time."""
+        """Make the operands, the result in float64, and native's memory format; kept for one problem at a time."""
         if self._at == problem:
             return
         self._a, self._b = measure.operands(problem)
@@ -132,7 +133,7 @@ class Live:
         a, b = self._a, self._b
         format = torch.contiguous_format if self._plain else torch.channels_last
 
-        # What dispatch adds is part of the price: the check for infinities, and the strides of native's result.
+        # Includes what dispatch adds: the check for infinities, and copying into the strides of native's result.
         def call() -> Tensor | None:
             result = algorithm.run_checked(a, b, problem, params)
             return None if result is None else result.contiguous(memory_format=format)
@@ -167,7 +168,7 @@ class Live:
 def params_of(
     problem: ConvProblem, program: Program, algorithms: Mapping[str, Algorithm] = BY_NAME
 ) -> dict[str, int] | None:
-    """What a choice of this program carries: None for its algorithm's default, which is what runs without any."""
+    """The parameters to store with a choice of this program; None for the algorithm's defaults, which need none."""
     space = algorithms[program.algorithm].space(problem) if program.params else None
     values = program.values
     return None if space is None or values == space.default(problem) else values

@@ -1,16 +1,17 @@
-"""Which problem of a network is searched next: where the next measurements are expected to gain most.
+"""Which problem of a network is searched next: the one whose next round is expected to gain most.
 
 A network's latency is the sum over its problems of calls times time. Objectives, after Ansor's f1 to f4:
 
     latency      f1   the sum over all networks
-    target       f2   the same, but what is below a network's target counts as the target: nothing to gain there
-    speedup      f3   minus the geometric mean of how many times faster each network has become
+    target       f2   the same, but a latency below the network's target counts as the target: nothing to gain there
+    speedup      f3   minus the geometric mean of the networks' speed-ups
     early-stop   f4   f1, without the problems that have not become faster for some rounds
 
-How much a problem's time g will fall in its next round is guessed from three things: how much it fell in the last
+How much a problem's time g will fall in its next round is estimated from three things: how much it fell in the last
 rounds; that it might go on falling like 1 / rounds; and that it might come near the speed, in operations per second,
-that a similar problem has reached. The last two are optimistic, so nothing is given up for lack of luck. The problem
-with the largest expected gain of the objective comes next, now and then a random one, and each once before all others.
+that a similar problem has reached. The last two are optimistic, so that a few unlucky rounds do not end the search of
+a problem. First each problem gets one round; then the problem with the largest expected gain of the objective is next,
+now and then a random one.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from convselect.tune.search import Search
 
 OBJECTIVES = ("latency", "target", "speedup", "early-stop")
 ALPHA, BETA, EPSILON = 0.2, 2.0, 0.05
-"""Weight of the recent gain against the optimistic guess; how many times as long as at a similar problem's speed is
-still hoped to be undercut; how often a random problem is next."""
+"""Weight of the recent gain against the optimistic estimate; a problem's time is hoped to fall to this many times the
+time at a similar problem's speed; how often a random problem is next."""
 WINDOW, PATIENCE, LEAST_GAIN = 3, 5, 0.005
-"""Rounds that the recent gain is taken over; rounds without a gain of at least so much after which a problem rests."""
+"""Rounds over which the recent gain is taken; a problem rests after PATIENCE rounds with less gain than LEAST_GAIN."""
 
 
 @dataclass
@@ -38,7 +39,7 @@ class Task:
 
     Attributes:
         calls: network -> how often it computes this problem.
-        default_us: time of what runs without tuning; infinite until it is measured.
+        default_us: time of the program that runs without tuning; infinite until it is measured.
         history: best time after each round, in us.
         trials: programs measured.
     """
@@ -56,7 +57,7 @@ class Task:
 
     @property
     def best_us(self) -> float:
-        """The least time known, the default's included."""
+        """The shortest time known, including the default's."""
         return min(self.search.best_us, self.default_us)
 
     def stalled(self, patience: int = PATIENCE) -> bool:
@@ -68,14 +69,14 @@ class Task:
 
 @dataclass(frozen=True)
 class Objective:
-    """What is to become small, as a function of every task's time.
+    """The function of every task's time that is to be minimised.
 
     Attributes:
         kind: one of `OBJECTIVES`.
-        targets_us: network -> latency that is good enough, for "target".
+        targets_us: network -> latency that is good enough; for "target".
 
     Raises:
-        ValueError: for another kind.
+        ValueError: if the kind is unknown.
     """
 
     kind: str = "latency"
@@ -86,7 +87,7 @@ class Objective:
             raise ValueError(f"objective must be one of {', '.join(OBJECTIVES)}, not {self.kind!r}")
 
     def __call__(self, tasks: Sequence[Task], times_us: Sequence[float]) -> float:
-        """Its value were the tasks' times these: in us, for "speedup" a number below 0."""
+        """Its value if these were the tasks' times: in us; for "speedup" a number below 0."""
         now = latencies(tasks, times_us)
         if self.kind == "target":
             return sum(max(us, self.targets_us.get(network, 0.0)) for network, us in now.items())
@@ -113,12 +114,12 @@ class EqualSplit:
         self._patience = patience
 
     def next(self) -> int | None:
-        """The number of the task whose turn it is; None where no task is worth or capable of more."""
+        """The index of the next task; None if all tasks are exhausted or stalled."""
         open_ = self._open()
         return min(open_, key=lambda i: len(self.tasks[i].history)) if open_ else None
 
     def expected_gain(self) -> float:
-        """Not known."""
+        """NaN: unknown."""
         return math.nan
 
     def _open(self) -> list[int]:
@@ -130,7 +131,7 @@ class EqualSplit:
 
 
 class Scheduler(EqualSplit):
-    """Where the next round is expected to gain most.
+    """Picks the problem whose next round is expected to gain most.
 
     Args:
         patience: rounds without a gain after which a problem rests; None: never, but under "early-stop" `PATIENCE`.
@@ -162,7 +163,7 @@ class Scheduler(EqualSplit):
             return fresh[0] if fresh else None
         gains = {i: self.gain(i) for i in open_}
         if self.objective.kind == "target" and max(gains.values()) <= 0:
-            return None  # every network is where it should be
+            return None  # every network has reached its target
         if self._source.random() < self._epsilon:
             return self._source.choice(open_)
         return max(gains, key=gains.__getitem__)
@@ -194,6 +195,6 @@ class Scheduler(EqualSplit):
             if k != i and self._classes[k] == self._classes[i] and math.isfinite(other.best_us)
         ]
         if alike:
-            # However many rounds it had: it should come to half the speed of one that is like it.
+            # However many rounds it had, it should reach half the speed of a similar problem.
             hoped = max(hoped, g - self._beta * flops / max(alike))
         return self._alpha * recent + (1 - self._alpha) * hoped

@@ -1,4 +1,4 @@
-"""The search of one problem: which programs to measure next, and what is known of those that were."""
+"""The search for one problem: which programs to measure next, and the results so far."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from convselect.tune.cost_model import CostModel
 from convselect.tune.programs import Floats, Program, Programs
 
 EPSILON = 0.1
-"""Share of a batch that is drawn instead of predicted: what the model takes for slow is never seen otherwise."""
-_DRAWS = 20  # attempts per program that is to be new
+"""Share of a batch that is drawn at random: otherwise programs that the model believes slow are never measured."""
+_DRAWS = 20  # attempts per new program
 
 
 class Search:
-    """Random search: the defaults first, then complete programs drawn at random, none twice.
+    """Random search: the defaults first, then random programs, none twice.
 
     Attributes:
-        times_us: of the programs that were measured and right.
+        times_us: times of the measured programs with correct results.
         measured: all programs that were measured, wrong and failed ones too.
     """
 
@@ -43,9 +43,9 @@ class Search:
         return min(self.times_us.values(), default=float("inf"))
 
     def propose(self, count: int) -> list[Program]:
-        """At most so many programs to measure next; empty where there are no others."""
+        """Up to `count` programs to measure next; empty if there are no others. The first batch is all defaults."""
         defaults = [program for program in self.programs.defaults() if program not in self.measured]
-        # Together, even where that is a larger batch: they are what everything else is compared with.
+        # Together, even if they are more than `count`: everything else is compared with them.
         return defaults or self._proposed(count)
 
     def _proposed(self, count: int) -> list[Program]:
@@ -66,17 +66,17 @@ class Search:
         return list(found)
 
     def learn(self, program: Program, time_us: float | None) -> None:
-        """A measurement came in; None: the program was wrong or failed."""
+        """Add a measurement; None if the program was wrong or failed."""
         self.measured.add(program)
         if time_us is not None:
             self.times_us[program] = time_us
 
 
 class Evolution(Search):
-    """Evolutionary search by a cost model, which is shared between the problems of a network.
+    """Evolutionary search with a cost model, which the problems of a network share.
 
     Args:
-        model: trained by whoever runs the search, before every `propose`.
+        model: the caller trains it before every `propose`.
         epsilon: share of each batch that is drawn at random.
     """
 

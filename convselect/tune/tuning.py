@@ -1,5 +1,6 @@
-"""The loop: the scheduler says whose turn it is, the search proposes, the runner measures, the model learns. What is
-best in the end is confirmed, and kept as a decision that the user's next run finds in the store."""
+"""The tuning loop: the scheduler picks a problem, its search proposes programs, the runner measures them, the cost
+model learns. In the end the best programs are compared again, and the winner is written to the store, where the user's
+next run finds it."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from convselect.tune.search import Evolution, Search
 BATCH = 16
 """Programs per round."""
 FINALISTS = 5
-"""Of a problem, compared with what runs without tuning in the end."""
+"""Programs per problem that are compared with the default in the end."""
 
 STRATEGIES = ("evolution", "random")
 
@@ -38,10 +39,10 @@ class Tuning:
     """A search over several problems.
 
     Args:
-        problems: each with its programs, network -> calls, and the program that runs without tuning.
+        problems: per problem its programs, network -> calls, and the default: the program that runs without tuning.
         model: the cost model; None for random search.
-        equal_split: every problem in turn instead of where most is expected.
-        log: where measurements are kept, and, unless `resume` is False, those of earlier searches are found.
+        equal_split: search every problem in turn instead of the one with the largest expected gain.
+        log: keeps the measurements. Those of earlier searches in it are used unless `resume` is False.
     """
 
     def __init__(
@@ -87,12 +88,12 @@ class Tuning:
                 self.resumed += len(known)
 
     def default(self, i: int) -> Program:
-        """What runs without tuning."""
+        """The program that runs without tuning."""
         return self._defaults[i]
 
     @property
     def latency_us(self) -> float:
-        """Sum over all networks of calls times the best time known; infinite until everything was measured once."""
+        """Sum over all networks of calls times the best time known; infinite until every problem was measured once."""
         return sum(latencies(self.tasks, [task.best_us for task in self.tasks]).values())
 
     @property
@@ -101,10 +102,10 @@ class Tuning:
         return sum(latencies(self.tasks, [task.default_us for task in self.tasks]).values())
 
     def step(self, most: int | None = None) -> int:
-        """One round of one problem; how many programs were measured, 0 where there is nothing more to do.
+        """Run one round of one problem. Returns the number of programs measured, 0 if nothing is left to do.
 
         Args:
-            most: at most so many programs, but for the defaults of a problem, which are measured together.
+            most: the most programs to measure; the defaults of a problem are measured together even if they are more.
         """
         while (i := self.scheduler.next()) is not None:
             task = self.tasks[i]
@@ -131,7 +132,7 @@ class Tuning:
             if one.program == self._defaults[i] and one.time_us is not None:
                 task.default_us = one.time_us
         if not math.isfinite(task.default_us):
-            # The default was wrong or failed: native runs then.
+            # The default was wrong or failed, so native runs instead.
             task.default_us = task.search.times_us.get(Program(NATIVE), math.inf)
         task.history.append(task.best_us)
 
@@ -142,8 +143,8 @@ class Tuning:
         seconds: float | None = None,
         on_round: Callable[[Tuning], object] | None = None,
     ) -> None:
-        """Search until the budget is spent, or nothing is left to do. The first round of every problem is always run:
-        without its defaults nothing can be said about it."""
+        """Search until the budget is spent, or nothing is left to do. The first round of every problem always runs:
+        the other results are compared with its defaults."""
         deadline = timing.Deadline(seconds)
         while True:
             begun = all(task.history for task in self.tasks)
@@ -156,7 +157,7 @@ class Tuning:
                 on_round(self)
 
     def confirm(self, i: int) -> Verdict | None:
-        """What is to be used for a problem; None where nothing was measured."""
+        """Compare the best programs again and return the one to use; None if nothing was measured."""
         task = self.tasks[i]
         ranked = sorted(task.search.times_us, key=task.search.times_us.__getitem__)
         if not ranked:
@@ -166,11 +167,11 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one problem, what is kept.
+    """The result for one problem.
 
     Attributes:
-        default: what ran without tuning; `verdict.speedup` is how many times faster than that it is now.
-        trials: programs measured for it, in this search.
+        default: the program that runs without tuning; `verdict.speedup` is its time over that of the new one.
+        trials: programs measured for this problem in this search.
     """
 
     problem: ConvProblem
@@ -183,7 +184,7 @@ class Outcome:
 def problems_of(
     problems: Iterable[tuple[ConvProblem, Mapping[str, int]]], settings: Settings
 ) -> list[tuple[Programs, Mapping[str, int], Program]]:
-    """Each problem with its programs and what runs without tuning: what the model chooses, at its defaults."""
+    """Each problem with its programs and its default: the algorithm that the model chooses, at default parameters."""
     found = []
     for problem, calls in problems:
         programs = Programs.of(problem, settings)
@@ -193,7 +194,7 @@ def problems_of(
 
 
 def keep(outcomes: Iterable[Outcome], settings: Settings) -> None:
-    """Write decisions into the user's store, where the next run of a program finds them."""
+    """Write decisions into the user's store, so that the next run finds them."""
     for one in outcomes:
         program, verdict = one.verdict.program, one.verdict
         decision = Decision(
@@ -208,7 +209,7 @@ def user_log() -> Log:
     """The log beside the user's store.
 
     Raises:
-        OSError: where the store is switched off, or this user has no home.
+        OSError: if the store is switched off, or this user has no home.
     """
     return log_beside(process.user_path())
 
@@ -219,7 +220,7 @@ def log_beside(store: Path) -> Log:
 
 
 def record(search: Tuning, outcomes: Sequence[Outcome], interrupted: bool) -> dict[str, Any]:
-    """What a search found and where, as JSON's types."""
+    """The results of a search and the environment, as JSON types."""
     speedups = [one.verdict.speedup for one in outcomes]
     return {
         "environment": environment.run_environment(),

@@ -1,12 +1,12 @@
-/* The C kernels' interface: plain structs and data pointers, nothing of Python or PyTorch.
+/* The C kernels' interface: plain structs and data pointers, independent of Python and PyTorch.
  *
  * Every entry point takes one convolution (`cs_conv`), written in the forward convention for all three directions:
  * x (N, C, H, W), weight (K, C / groups, R, S), y (N, K, P, Q). It is dispatched on `conv->isa` to the same source
  * compiled for that instruction set, returns one of the codes below, and touches nothing but its operands, its result
- * and the calling threads' own scratch memory: calls from several threads do not meet.
+ * and the calling threads' own scratch memory: concurrent calls from several threads are safe.
  *
  * Results do not depend on how many threads OpenMP delivers: work is divided by output elements, and if a sum is
- * divided, by a number that only the problem and `conv->threads` decide.
+ * divided, into a number of parts that depends only on the problem and `conv->threads`.
  */
 #ifndef CONVSELECT_H
 #define CONVSELECT_H

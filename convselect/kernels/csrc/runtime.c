@@ -1,4 +1,4 @@
-/* What exists once: the choice of instruction set, scratch memory, and the exported entry points. */
+/* Code that is compiled once: the choice of instruction set, scratch memory, and the exported entry points. */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdlib.h>
@@ -71,7 +71,7 @@ static void make_key(void) { has_key = pthread_key_create(&key, free_arena) == 0
 #define CS_EXACT 1
 #endif
 
-/* Whole huge pages for what is large: walking page tables shows in the transforms. */
+/* Whole huge pages for large blocks: walking page tables takes a visible part of the transforms' time. */
 #define CS_HUGE_PAGE ((size_t)2 << 20)
 
 static size_t page_for(size_t bytes) { return bytes < CS_HUGE_PAGE / 8 ? 4096 : CS_HUGE_PAGE; }
@@ -150,7 +150,7 @@ uint64_t cs_sum(const void *words, int64_t count) {
 
 /* ---- pooling ---------------------------------------------------------------------------------------------------- */
 
-/* Too little work for instruction sets to show: what counts is that little code has to be fetched for it. */
+/* Too little work for the instruction set to matter: what counts is that the code is small. */
 void cs_mean(const float *x, int64_t N, int64_t pixels, int64_t C, float *y) {
     for (int64_t n = 0; n < N; n++, y += C) {
         memset(y, 0, (size_t)(4 * C));

@@ -14,7 +14,7 @@ enum {
 
 /* At least `bytes`, 64-byte aligned; NULL if there is no memory. */
 void *cs_scratch(int slot, size_t bytes);
-/* Memory that `cs_scratch` takes for so much: whole pages, huge ones for what is large. */
+/* Memory that `cs_scratch` takes for this size: whole pages, huge pages for large blocks. */
 size_t cs_scratch_rounded(size_t bytes);
 /* After the call's last use: blocks beyond CS_KEPT_BYTES go back to the system. */
 void cs_scratch_done(int slot);

@@ -6,18 +6,18 @@
                      over those r, s for which p = (h + pad_top - r * dil_h) / stride_h and q are whole
     backward weight  grad_w[k, r, s] = sum over n, p, q of grad_y[n, k, p, q] * x[n, k // M, p', q']
 
-A thread computes a tile of neighbouring outputs, so that a value read serves every output and tap that meets it. In
-channels-last order a tile is a part of a row, of 16 bytes of channels; in contiguous order, where nothing wider than an
-element can be read at a shift of one column, it is a block of rows and columns of one channel. Backward data is the
-same sum: a tile covers whole periods of the stride, so which taps meet an output is known when compiling and none is
-computed in vain. A weight gradient is summed in two steps, without atomics: each warp over a part of the images, then
-over the parts.
+A thread computes a tile of neighbouring outputs, so that each value is read once for all outputs and taps that use it.
+In channels-last order a tile is a part of a row, of 16 bytes of channels; in contiguous order it is a block of rows and
+columns of one channel, since there a read at a shift of one column can only be one element wide. Backward data is the
+same sum: a tile covers whole periods of the stride, so that the compiler knows which taps meet an output, and no
+products are wasted. A weight gradient is summed in two steps, without atomics: each warp over a part of the images,
+then over the parts.
 
-Work is numbered without gaps, whatever the sizes, but for the last tile of a row. Sums are float32 (float64 for
+For any sizes, lanes are numbered without gaps, except in the last tile of a row. Sums are float32 (float64 for
 float64), rounded once.
 
-Expected of an H100, by arithmetic and by counting instructions, not measured: 3x3 and 5x5 near what memory allows;
-7x7 in 16 bit bound by issuing instructions, 0.55 to 0.65 of which are multiplications.
+Expected of an H100, by arithmetic and by counting instructions, not measured: 3x3 and 5x5 near the memory bound; 7x7 in
+16 bit bound by issuing instructions, 0.55 to 0.65 of which are multiplications.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from convselect.kernels.triton import launch as launcher
 from convselect.kernels.triton.launch import SPLIT_ELEMENTS, Launch, TritonAlgorithm, Value
 
 MOST_TAPS = 11
-"""Rows or columns of a filter. Above, sums of a row no longer fit into registers, and tensor cores win."""
+"""Most rows or columns of a filter. With more, sums of a row do not fit into registers, and tensor cores are faster."""
 MOST_STRIDE = 16
 """Largest stride in backward data, in which a tile covers a period of the stride."""
 _WHAT = "The Triton depthwise kernel"
@@ -44,15 +44,16 @@ MODULE = "convselect.kernels.triton.depthwise_kernels"
 _WARP = 32
 _SMS = 132
 _ENOUGH_LANES = _SMS * 512
-"""Fewer do not hide the latency of memory; if a problem has fewer, smaller tiles are better."""
+"""Fewer lanes do not hide the latency of memory; if a problem has fewer, smaller tiles are better."""
 _ENOUGH_PARTS = 32
-"""Warps per multiprocessor that a weight gradient is split into: two or three times those that fit at once."""
+"""Warps per multiprocessor into which a weight gradient is split: two or three times those that fit at once."""
 _FEWEST_STEPS = 4
 _MOST_PARTIAL_BYTES = 16 << 20
 _MOST_UNROLLED = 512
-"""Multiplications per thread; beyond, code outgrows the instruction cache and takes long to compile."""
+"""Most multiplications per thread; with more, code does not fit the instruction cache and takes long to compile."""
 _REGISTERS = 200
-"""That a configuration may need, as `_cost` estimates it; the compiler has 255 and wants some for addresses."""
+"""Most registers that a configuration may need, as `_cost` estimates them; of 255 the compiler needs some for
+addresses."""
 
 
 def _over(value: int, divisor: int) -> int:
@@ -60,8 +61,8 @@ def _over(value: int, divisor: int) -> int:
 
 
 def _reach(back: bool, tile: int, taps: int, stride: int, dil: int, pad: int) -> tuple[int, int, int]:
-    """Which rows (columns) of the source a tile of outputs meets, relative to that at which it begins: the first, how
-    many to the last, and a bit for each that is met."""
+    """Which rows (columns) of the source a tile of outputs uses, relative to the tile's first: the first one, the
+    number from there to the last, and a bit for each that is used."""
     if back:
         numerators = {j + pad - s * dil for j in range(tile) for s in range(taps)}
         met = {n // stride for n in numerators if n % stride == 0}
@@ -94,9 +95,9 @@ class DepthwiseTriton(TritonAlgorithm):
         return Grade.DIRECT
 
     def workspace_bytes(self, problem: ConvProblem, params: Params = None) -> int:
-        """Copies of operands in other layouts, the weight by taps, and the partial sums. The layout of grad_y in a
-        weight gradient is not known: taken to be another one. Operands that do not begin at a multiple of 16 bytes,
-        as those of views may, are copied as well."""
+        """Copies of operands in other layouts, the weight ordered by taps, and the partial sums. The layout of grad_y
+        in a weight gradient is not known; it is assumed to need a copy. Operands that do not begin at a multiple of 16
+        bytes (some views) are copied as well."""
         p = problem
         streamed = p.y_bytes if p.direction == Direction.BACKWARD_DATA else p.x_bytes
         copied = streamed if p.layout == STRIDED else 0
@@ -107,8 +108,8 @@ class DepthwiseTriton(TritonAlgorithm):
     # ---- configurations ---------------------------------------------------------------------------------------------
 
     def configs(self, problem: ConvProblem) -> list[dict[str, Any]]:
-        """Those that fit into registers, by estimated instructions for the whole problem; if it is too small to fill
-        the GPU, by those of one thread."""
+        """The configurations that fit into registers, sorted by estimated instructions for the whole problem; if it is
+        too small to fill the GPU, by instructions of one thread."""
         costs = {"gather_nhwc": self._cost_nhwc, "gather_nchw": self._cost_nchw, "weight_nhwc": self._cost_weight_nhwc,
                  "weight_nchw": self._cost_weight_nchw}  # fmt: skip
         kernel = self._kernel(problem)
@@ -137,7 +138,7 @@ class DepthwiseTriton(TritonAlgorithm):
         products = self._products(p, TP, p.R, p.stride_h) * self._products(p, TQ, p.S, p.stride_w)
         lanes = self._lanes_nchw(c)
         registers = wide * (TP * TQ + p.R * p.S + int(c["SPAN"])) + 30
-        # A load of a warp takes four times the time of a multiplication.
+        # A load by a warp takes four times as long as a multiplication.
         each = 4 * (loads + p.R * p.S) + products + 4 * TP * TQ + 40
         return registers, each * max(lanes, _ENOUGH_LANES)
 
@@ -161,7 +162,7 @@ class DepthwiseTriton(TritonAlgorithm):
 
     @staticmethod
     def _products(p: ConvProblem, tile: int, taps: int, stride: int) -> int:
-        """Outputs of a tile in one dimension, times the taps that each meets."""
+        """Products of a tile in one dimension: its outputs, times the taps of each."""
         return tile * _over(taps, stride) if p.direction == Direction.BACKWARD_DATA else tile * taps
 
     # ---- launches ---------------------------------------------------------------------------------------------------
@@ -256,7 +257,7 @@ class DepthwiseTriton(TritonAlgorithm):
 
     @staticmethod
     def _rows_at_once(p: ConvProblem, sums: int, V: int) -> int:
-        """Rows of the filter whose sums one program holds: a number that makes its parts alike."""
+        """Rows of the filter whose sums one program holds, chosen so that all programs have about the same number."""
         groups = _over(p.R, max(1, sums // (p.S * V)))
         return _over(p.R, groups)
 
@@ -291,7 +292,7 @@ class DepthwiseTriton(TritonAlgorithm):
 
     @classmethod
     def _steps(cls, c: dict[str, Value], p: ConvProblem) -> int:
-        """Blocks per part: enough parts to fill the GPU, but no more sums to be read again than are allowed."""
+        """Blocks per part: enough parts to fill the GPU, but no more partial sums than are allowed."""
         programs, blocks = cls._blocks(c, p)
         size = p.K * p.R * p.S * (8 if p.dtype == "float64" else 4)
         most = max(1, min(_MOST_PARTIAL_BYTES // size, _over(blocks, _FEWEST_STEPS)))
@@ -348,8 +349,8 @@ class DepthwiseTriton(TritonAlgorithm):
 
 
 def _side_by_side(vectors: int, vector_bytes: int) -> int:
-    """How many of a pixel's vectors of channels neighbouring threads take: a divisor of all of them, of a cache line
-    (128 bytes) at most, unless only a larger one fills half a line."""
+    """How many of a pixel's vectors of channels neighbouring threads take: a divisor of their number, at most a cache
+    line (128 bytes), unless only a larger one fills half a line."""
     divisors = [d for d in range(1, vectors + 1) if vectors % d == 0]
     best = max(d for d in divisors if d == 1 or d * vector_bytes <= 128)
     if best * vector_bytes >= 64:

@@ -1,11 +1,12 @@
-"""Triton kernels of depthwise_triton.py, which says what they compute and why they are laid out as they are.
+"""Triton kernels of depthwise.py, whose docstring says what they compute and how the work is divided.
 
 Letters are those of `ConvProblem`; M is the channel multiplier K / C. SRC_* and OUT_* are the sizes of what is read and
 written: x and y forward, grad_y and grad_x with BACK.
 
-A lane holds a tile of outputs as a tuple of values, because a tensor of Triton cannot be cut into columns: a value that
-several outputs need would be loaded once for each of them. Everything about columns is relative to a lane's first one
-and known when compiling: of the SPAN columns from LO on, those are loaded whose bit is set in USED. Rows alike.
+A lane holds a tile of outputs as a tuple of values, because a Triton tensor cannot be split into columns: a value that
+several outputs need would be loaded once for each of them. All column numbers are relative to a lane's first column and
+known at compile time: of the SPAN columns from LO on, those whose bit is set in USED are loaded. The same holds for
+rows.
 
 WIDE: offsets need 64 bits. ACC64: sums are float64.
 """
@@ -119,7 +120,7 @@ def _nhwc_row(acc, src, weight, n, i, w, r, phase, m, channel, in_range, BACK: t
               SH: tl.constexpr, SW: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr, PT: tl.constexpr,
               PL: tl.constexpr, LO: tl.constexpr, SPAN: tl.constexpr, USED: tl.constexpr, TQ: tl.constexpr,
               ACC: tl.constexpr):  # fmt: skip
-    """What row r of the filter adds."""
+    """Add the products with row r of the filter."""
     if BACK:
         h = i + (phase + PT - r * DH) // SH  # exact: r is of this phase
     else:
@@ -143,7 +144,7 @@ def _nhwc_row(acc, src, weight, n, i, w, r, phase, m, channel, in_range, BACK: t
 def _add_row_where_met(acc, values, taps, REACH: tl.constexpr, DH: tl.constexpr, R: tl.constexpr, FROM: tl.constexpr,
                        BACK: tl.constexpr, TQ: tl.constexpr, S: tl.constexpr, STRIDE: tl.constexpr, DIL: tl.constexpr,
                        PAD: tl.constexpr, LO: tl.constexpr):  # fmt: skip
-    """`_add_row` with row r of the filter, where REACH is r * DH for one of its rows."""
+    """`_add_row` with the row r of the filter for which r * DH is REACH, if there is one."""
     if REACH % DH == 0 and REACH >= 0 and REACH // DH < R:
         row = taps[REACH // DH * S : REACH // DH * S + S]
         acc = _add_row(acc, values, row, FROM, BACK, TQ, S, STRIDE, DIL, PAD, LO)
@@ -162,7 +163,7 @@ def gather_nchw(
 ):  # fmt: skip
     """Forward, or backward data with BACK, of contiguous images; `weight` is (K, R, S).
 
-    A lane computes TP x TQ outputs, lanes follow each other along a row of tiles, then down, then through the planes.
+    A lane computes TP x TQ outputs; lanes are numbered along a row of tiles, then down, then through the planes.
     Every row of the source is loaded once per lane.
     """
     TILES: tl.constexpr = (OUT_W + TQ - 1) // TQ
@@ -209,7 +210,7 @@ def gather_nchw(
     for i in tl.static_range(TP):
         inside = in_range & (band * TP + i < OUT_H)
         if TQ == 2 and OUT_W % 2 == 0:
-            # One store of two columns: two stores would each fill every other place of a sector.
+            # Store two columns at once: two stores would each write every other element of a sector.
             pair = tl.join(acc[2 * i], acc[2 * i + 1]).to(out.dtype.element_ty)
             columns = tl.arange(0, 2)[None, :]
             tl.store((at + i * OUT_W)[:, None] + columns, pair, mask=inside[:, None])
@@ -224,7 +225,7 @@ def _add_products(acc, values, grads, first, FROM: tl.constexpr, TQ: tl.constexp
                   STRIDE: tl.constexpr, DIL: tl.constexpr, Q: tl.constexpr):  # fmt: skip
     """acc[FROM + s] += sum over j of grads[j] * the column that output j meets at s; `first` is the column of j = 0.
 
-    Where an output is none, its gradient is zero, but what it would meet need not be finite.
+    For an output outside the image the gradient is zero, but the value of x that it would meet may not be finite.
     """
     done = acc[:FROM]
     for s in tl.static_range(S):

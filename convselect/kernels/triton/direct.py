@@ -6,29 +6,29 @@
                      residues modulo the stride, since all pixels of a phase meet the same taps
     backward weight  grad_w[k, c, r, s] = sum over n, p, q of grad_y[n, k, p, q] * x[n, c, p', q']
 
-Rows are output pixels, columns output channels, and the inner dimension is all (tap, channel) pairs in one loop. Where
-a block of it lies within a tap, the tap costs a few scalar instructions. Where it does not (a stem has 3 channels,
-padded to 4), the block spans taps, and nothing but the last block is wasted.
+Rows are output pixels, columns output channels, and the inner dimension is all (tap, channel) pairs in one loop. If
+each block of it lies within one tap, the tap costs a few scalar instructions. Otherwise (a stem has 3 channels, padded
+to 4) blocks span taps, and only a part of the last block is wasted.
 
-Where pixels and channels make too few programs for the GPU (small images, batch 1), the inner dimension is divided as
-well: sums of float32 go to a buffer, and a second kernel adds them up in a fixed order. A weight gradient, whose inner
-dimension is all pixels, nearly always does so. Nothing is atomic: results are the same in every run.
+If pixels and channels make too few programs for the GPU (small images, batch 1), the inner dimension is divided as
+well: float32 sums go to a buffer, and a second kernel adds them up in a fixed order. A weight gradient, whose inner
+dimension is all pixels, nearly always does so. There are no atomics: results are the same in every run.
 
-On GPUs from compute capability 9.0 on, and for unit strides, a second kernel has blocks of pixels that are boxes of
-images, rows and columns. The tensor memory accelerator fetches such a box for each tap, with zeros where it leaves the
-image. The first kernel computes addresses and bounds of every load, for pixels in a row whatever the image's width.
+On GPUs from compute capability 9.0 on, and for unit strides, there is another kernel, whose blocks of pixels are boxes
+of images, rows and columns. The tensor memory accelerator fetches such a box for each tap, with zeros outside the
+image. The first kernel computes addresses and bounds of every load; its blocks are runs of pixels for any image width.
 
-Activations are read in NHWC, with channels that fill 8 bytes: others are copied so. (Pixels of NCHW lie together as
-well, but every tap shifts them, so that 16-bit values could only be loaded one by one.) Weights are read as (output,
-tap, input), which a channels_last weight is in memory. Results are written in either layout.
+Activations are read in NHWC, with channels that fill 8 bytes: others are copied to this form. (In NCHW pixels are
+adjacent too, but every tap shifts them, so that 16-bit values could only be loaded one by one.) Weights are read as
+(output, tap, input), which is the memory order of a channels_last weight. Results are written in either layout.
 
 Source of the implicit product: Chetlur et al., "cuDNN: Efficient Primitives for Deep Learning", 2014; phases are the
 sub-pixel form of Shi et al., "Real-Time Single Image and Video Super-Resolution", CVPR 2016, in reverse.
 
 Expected of an H100, by arithmetic and not measured: 40 to 60 % of the tensor cores' peak in 16 bit if channels fill
-the tiles, which is no more than cuDNN has there. The gain is to come from where cuDNN leaves its fast kernels: 2**31
-elements, dilation, 1xN, batch 1, strided gradients, float32 without TF32 (three products, and still twice the float32
-units), float64.
+the tiles, which is no more than cuDNN reaches there. The gain is expected in cases for which cuDNN has no fast kernels:
+2**31 elements, dilation, 1xN, batch 1, strided gradients, float32 without TF32 (three products, still twice as fast as
+the float32 units), float64.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ from convselect.kernels.triton.launch import Launch, TritonAlgorithm, Value
 _MODULE = "convselect.kernels.triton.direct_kernels"
 
 SPLIT_BYTES = 64 << 20
-"""Most that partial sums take."""
+"""Most bytes of partial sums."""
 MOST_SPLITS = 32
 """Most parts of the inner dimension, in forward and backward data."""
 _WASTE = 4
 """A configuration that is expected to take this many times as long as the best is not offered."""
 _PROGRAM_NS, _DESCRIPTOR_NS, _LAUNCH_NS = 500, 1000, 3000
-"""Assumed for filling and draining a program's pipeline, for its tensor descriptors, and for one more kernel."""
+"""Assumed times for filling and draining a program's pipeline, for its tensor descriptors, and for one more launch."""
 _DESCRIPTOR_GAIN = 1.25
-"""How much faster tensor cores are assumed to be fed if no addresses are computed."""
+"""Assumed speed-up of loads for the tensor cores if no addresses are computed."""
 
 
 def _ceil(a: int, b: int) -> int:
@@ -78,7 +78,7 @@ def _is_nhwc(layout: str, channels: int, pixels: int) -> bool:
 
 
 def _padded(channels: int, nhwc: bool, element_bytes: int) -> int:
-    """Channels per pixel as the kernels read them. 8 bytes are asked for; a copy that is made anyway takes 16."""
+    """Channels per pixel as the kernels read them: a multiple of 8 bytes; of 16 bytes if a copy is made anyway."""
     half = 8 // element_bytes
     if nhwc and channels % half == 0:
         return channels
@@ -87,7 +87,7 @@ def _padded(channels: int, nhwc: bool, element_bytes: int) -> int:
 
 
 def _out_layout(p: ConvProblem) -> str:
-    """aten's, for results of this problem."""
+    """The layout that aten gives to results of this problem."""
     return CHANNELS_LAST if CHANNELS_LAST in (p.layout, p.weight_layout) else CONTIGUOUS
 
 
@@ -96,8 +96,8 @@ def _multiprocessors() -> int:
 
 
 def _turn_ns(p: ConvProblem, m: int, n: int, k: int, gain: float = 1) -> float:
-    """What one multiprocessor is assumed to take for one step of an (m x k) times (k x n) product: half of its tensor
-    cores' peak, or its share of 5.5 TB/s from L2."""
+    """Assumed time of one multiprocessor for one step of an (m x k) times (k x n) product: at half of its tensor cores'
+    peak, or at its share of 5.5 TB/s from L2."""
     peak = 1500.0 if launcher.architecture() < 90 else 3000.0
     flops_per_ns = peak / (1 if p.element_bytes == 2 else 12 if p.dtype == "float64" else 2 if p.tf32 else 6)
     return max(2 * m * n * k / (gain * flops_per_ns), (m + n) * k * p.element_bytes / 42)
@@ -120,8 +120,8 @@ class DirectTriton(TritonAlgorithm):
 
     def workspace_bytes(self, problem: ConvProblem, params: Params = None) -> int:
         """Copies of operands in other layouts or with channels that do not fill 8 bytes, and partial sums. A weight
-        gradient's problem does not say in which layout grad_y comes: taken to be that of x. Nor does one say where
-        operands begin: taken to be at multiples of 16 bytes."""
+        gradient's problem does not give the layout of grad_y; it is assumed to be that of x. No problem gives the
+        alignment of operands; it is assumed to be 16 bytes."""
         p = problem
         if p.direction == Direction.BACKWARD_WEIGHT:
             gradients = [_Gradient(p, config) for config in shipped(p)]
@@ -135,8 +135,8 @@ class DirectTriton(TritonAlgorithm):
         return _copied(p, first.source_channels, source_pixels) + weight + partial
 
     def configs(self, problem: ConvProblem) -> list[dict[str, Any]]:
-        """Sorted by the time that `_Gather` and `_Gradient` expect; those that take four times the best's are left
-        out."""
+        """The configurations, sorted by the time that `_Gather` and `_Gradient` expect, without those that take
+        `_WASTE` times as long as the best."""
         p = problem
         limit = launcher.shared_memory_bytes()
         plans: list[_Gather] | list[_Gradient]
@@ -254,8 +254,8 @@ class _Gather:
 
     @property
     def in_place(self) -> bool:
-        """Backward: whether the weight is read as it is, (K, R, S, C), and not turned to (C, R, S, K). Tensor cores
-        take either in 16 bit, but not TF32."""
+        """Backward: whether the weight is read as it is, (K, R, S, C), and not transposed to (C, R, S, K). Tensor cores
+        take either order in 16 bit, but not in TF32."""
         p = self.p
         nhwc = _is_nhwc(p.weight_layout, p.C, p.R * p.S)
         return not self.forward and not self.descriptor and p.element_bytes == 2 and nhwc and p.C % 8 == 0
@@ -273,23 +273,24 @@ class _Gather:
 
     @property
     def scratch_bytes(self) -> int:
-        """Two descriptors per program."""
+        """Memory for two descriptors per program."""
         return 256 * self.programs * self.splits if self.descriptor else 0
 
     @property
     def shared_bytes(self) -> int:
-        """Operands in flight, or the result on its way from the layout of tensor cores to that of memory."""
+        """Shared memory for the operands in the pipeline, or for converting the result from the layout of tensor cores
+        to that of memory."""
         operands = int(self.config["num_stages"]) * (self.m + self.n) * self.k * self.p.element_bytes
         return max(operands, self.m * self.n * max(4, self.p.element_bytes))
 
     def _possible_splits(self) -> list[int]:
-        """Such that every part has work, two turns at least."""
+        """Numbers of parts such that each part has at least two turns of the loop."""
         most = min(MOST_SPLITS, self.turns // 2, SPLIT_BYTES // (self.size * max(4, self.p.element_bytes)))
         return [1, *(splits for splits in (2, 3, 4, 6, 8, 12, 16, 24, 32) if splits <= most)]
 
     def _expected_ns(self, splits: int) -> float:
-        """The turns of a program, its beginning and end, times the programs that a multiprocessor gets; partial sums
-        are written and read at 5.5 TB/s."""
+        """Time of a program (its turns, beginning and end) times the programs per multiprocessor; partial sums are
+        written and read at 5.5 TB/s."""
         turn_ns = _turn_ns(self.p, self.m, self.n, self.k, _DESCRIPTOR_GAIN if self.descriptor else 1)
         program_ns = _PROGRAM_NS + (_DESCRIPTOR_NS if self.descriptor else 0)
         rounds = _ceil(self.programs * splits, _multiprocessors())
@@ -358,7 +359,7 @@ class _Gradient:
         self.splits = _ceil(self.chunks, self.turns)
 
     def _possible_turns(self) -> list[int]:
-        """Turns of one program, such that programs fill one to four rounds."""
+        """Turns per program such that the programs fill the GPU one to four times."""
         most = min(self.chunks // 2, SPLIT_BYTES // (self.size * max(4, self.p.element_bytes)))
         per_round = max(1, _multiprocessors() // self.tiles)
         return [_ceil(self.chunks, max(1, min(most, per_round * rounds))) for rounds in (0, 1, 2, 3, 4)]
@@ -405,7 +406,7 @@ def _boxes(box: tuple[int, int, int], sizes: tuple[int, int, int]) -> int:
 
 
 def _box(m: int, sizes: tuple[int, int, int]) -> tuple[int, int, int]:
-    """(images, rows, columns), powers of two with the product m, that need the fewest boxes; the widest of them."""
+    """(images, rows, columns), powers of two with the product m, that need the fewest boxes; of several the widest."""
     sides = [1 << power for power in range(m.bit_length())]
     boxes = [(m // (h * w), h, w) for h in sides for w in sides if h * w <= m]
     return min(boxes, key=lambda box: (_boxes(box, sizes), box[0], box[1]))
@@ -432,10 +433,10 @@ def _launch(
 
 
 def _with_sum(first: Launch, p: ConvProblem, splits: int, size: int) -> tuple[Launch, ...]:
-    """The launch, and the one that adds its partial sums up."""
+    """The launch, and the launch that adds up its partial sums."""
     if splits == 1:
         return (first,)
-    # Few elements have many splits, and the other way round.
+    # Results with few elements have many splits, and the other way round.
     rows = min(32, 1 << (splits - 1).bit_length())
     block = 2048 // rows
     constants: dict[str, Value] = dict(

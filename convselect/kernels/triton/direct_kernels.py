@@ -1,8 +1,8 @@
-"""Triton kernels of direct_triton.py; how work is divided is explained there.
+"""Triton kernels of direct.py, whose docstring explains how the work is divided.
 
 Activations are NHWC with CHANNELS per pixel, weights are matrices of (output channel) x (tap, source channel). Sizes
-are constants, so the compiler sees what they are divisible by, and loads 16 bytes at once if it may. FLAT says that
-a block of the inner dimension may span taps; else its tap is a scalar, and what depends on it costs nearly nothing.
+are constants, so the compiler knows their divisors, and loads 16 bytes at once if possible. FLAT: a block of the inner
+dimension may span taps; otherwise its tap is a scalar, and computations with it cost nearly nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _axis(
         first = TAPS
         for tap in tl.static_range(STEP):
             first = tl.where((residue + PAD - tap * DIL) % STRIDE == 0, tap, first)
-        taps = (TAPS - first + STEP - 1) // STEP  # none where the first lies beyond the last
+        taps = (TAPS - first + STEP - 1) // STEP  # 0 if the first lies beyond the last
         begin = (residue + PAD - first * DIL) // STRIDE  # exact wherever there is a tap
     return first, taps, begin
 
@@ -36,7 +36,7 @@ def _axis(
 @triton.jit
 def _tile(pid, BLOCKS: tl.constexpr, TILES: tl.constexpr, PHASES: tl.constexpr, GROUP: tl.constexpr):
     """(block of pixels, tile of channels, phase) of a program. GROUP blocks of pixels run through all tiles before the
-    next ones begin, so that what runs at the same time shares operands in L2."""
+    next ones begin, so that concurrent programs share operands in L2."""
     group = pid // (GROUP * TILES * PHASES)
     within = pid % (GROUP * TILES * PHASES)
     size = tl.minimum(BLOCKS - group * GROUP, GROUP)
@@ -68,7 +68,7 @@ def gather(
     steps: tl.constexpr = (CHANNELS + BLOCK_K - 1) // BLOCK_K
     phases_h: tl.constexpr = 1 if FORWARD else STRIDE_H
     phases_w: tl.constexpr = 1 if FORWARD else STRIDE_W
-    # Along the source, one unit and one tap of the phase further.
+    # Steps along the source for one unit and for one tap of the phase.
     unit_h: tl.constexpr = STRIDE_H if FORWARD else 1
     unit_w: tl.constexpr = STRIDE_W if FORWARD else 1
     move_h: tl.constexpr = DIL_H if FORWARD else -(STEP_H * DIL_H // STRIDE_H)
@@ -140,7 +140,7 @@ def gather(
         total = tl.dot(a, b, total, input_precision=PRECISION, out_dtype=kind)
 
     if phases_h * phases_w == 1:
-        # Rows follow one another: seen so, pixels of NCHW are stored together across their ends.
+        # Treat rows as one long row: then pixels of NCHW are stored together across the ends of rows.
         within = pixel % (UNITS_H * UNITS_W)
         if WIDE:
             within = within.to(tl.int64)
@@ -173,8 +173,8 @@ def gather_descriptor(
 ):  # fmt: skip
     """As `gather`, for unit strides: output row h and tap i meet source row h + BEGIN_H + i * MOVE_H.
 
-    A block of pixels is a box of images, rows and columns, which one instruction fetches for a tap; what lies outside
-    the tensor arrives as zero. So nothing is computed per pixel, and padding costs nothing.
+    A block of pixels is a box of images, rows and columns, which one instruction fetches for a tap; elements outside
+    the tensor are read as zero. So no addresses are computed per pixel, and padding costs nothing.
     """
     boxes_h: tl.constexpr = (OUT_H + BLOCK_H - 1) // BLOCK_H
     boxes_w: tl.constexpr = (OUT_W + BLOCK_W - 1) // BLOCK_W
@@ -247,7 +247,7 @@ def weight_gradient(
     tiles_k: tl.constexpr = (K + BLOCK_N - 1) // BLOCK_N
     kind: tl.constexpr = tl.float64 if DOUBLE else tl.float32
 
-    # Programs of the same pixels follow one another: they find grad_y and x in L2.
+    # Programs with the same pixels have consecutive numbers: they find grad_y and x in L2.
     pid = tl.program_id(0)
     tile_k = pid % tiles_k
     tile_j = pid // tiles_k % tiles_j
@@ -277,7 +277,7 @@ def weight_gradient(
             y_pixel = pixel.to(tl.int64)
         g = tl.load(
             grad_y + (y_pixel[:, None] * OUT_CHANNELS + k[None, :]),
-            # Padded channels are zero; counting them keeps the mask of whole vectors.
+            # Padded channels are zero; including them keeps the mask constant over whole vectors.
             mask=exists[:, None] & (k < OUT_CHANNELS)[None, :], other=0.0,
         )  # fmt: skip
         there_h = h[:, None] + down[None, :]

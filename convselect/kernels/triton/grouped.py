@@ -8,24 +8,24 @@
 
 A group with 4, 8 or 16 channels is too small for a tensor core's tile, and its 8 to 32 bytes are too few for a load. So
 a program takes a *pack* of neighbouring groups: a tile of pixels times all channels of the pack, and per tap a weight
-tile that is block-diagonal, because the kernel loads zeros where input and output channel belong to different groups.
-32 channels of groups of 4 waste seven eighths of the products, which tensor cores have to spare: such layers are bound
-by memory (18 FLOP per byte, where an H100 has 266). Larger groups are packs of one, tiled like any matrix product.
+tile that is block-diagonal: the kernel loads a zero if input and output channel belong to different groups. 32 channels
+of groups of 4 waste seven eighths of the products, but tensor cores can afford that: such layers are bound by memory
+(18 FLOP per byte; an H100 can do 266). Larger groups are packs of one, tiled like any matrix product.
 
 Each pixel is read once per tap. With one stage the loads go through the L1 cache, which holds the pixels that the taps
-share; pipelined loads of 16 bytes go past it to L2. So the first suits small packs, the second large groups.
+share; pipelined loads of 16 bytes bypass it and read from L2. One stage suits small packs, pipelining large groups.
 
 The weight gradient has the pixels as its inner dimension, and (tap, input channel) pairs as columns, so that a tile of
 grad_y is read once for several taps. Pixels are divided among programs; their float32 sums go to a buffer that a second
-kernel adds up in a fixed order. Nothing is atomic: results are the same in every run.
+kernel adds up in a fixed order. There are no atomics: results are the same in every run.
 
 Activations are read in NHWC; those in other layouts are copied first. Results are written in either layout.
 
 Source of the implicit product: Chetlur et al., "cuDNN: Efficient Primitives for Deep Learning", 2014; phases are the
 sub-pixel form of Shi et al., "Real-Time Single Image and Video Super-Resolution", CVPR 2016, in reverse.
 
-Expected of an H100, by arithmetic and not measured: with 4 to 32 channels per group, 1.5 to 3 times the floor that
-memory sets; with more, half of the tensor cores' peak.
+Expected of an H100, by arithmetic and not measured: with 4 to 32 channels per group, 1.5 to 3 times the least time that
+memory allows; with more, half of the tensor cores' peak.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ _MODULE = "convselect.kernels.triton.grouped_kernels"
 _DTYPES = ("float16", "bfloat16", "float32")
 
 SPLIT_BYTES = 64 << 20
-"""Most that the partial sums of a weight gradient take."""
+"""Most bytes of the partial sums of a weight gradient."""
 _PROGRAMS_PER_SM = 4
-"""Programs of a weight gradient per multiprocessor that pixels are divided for."""
+"""Programs per multiprocessor among which a weight gradient's pixels are divided."""
 _WASTE = 4
 """A configuration that is expected to take this many times as long as the best is not offered."""
 
@@ -58,7 +58,7 @@ def _ceil(a: int, b: int) -> int:
 
 def shipped(p: ConvProblem) -> list[dict[str, Any]]:
     """All configurations for this direction and element type. Those of float32 are smaller: three products in place of
-    one need many registers, and in the weight gradient WGMMA has float32 loaded 4 bytes at a time if pipelined."""
+    one need many registers, and in the weight gradient WGMMA loads float32 4 bytes at a time if pipelined."""
     kernel = "weight_gradient" if p.direction == Direction.BACKWARD_WEIGHT else "gather"
     return launcher.configurations("grouped_triton", kernel + ("_float32" if p.dtype == "float32" else ""))
 
@@ -76,7 +76,7 @@ def _pack(groups: int, inputs: int, outputs: int, most_inputs: int, most_outputs
 
 
 def _out_layout(p: ConvProblem) -> str:
-    """aten's, for results of this problem."""
+    """The layout that aten gives to results of this problem."""
     return CHANNELS_LAST if CHANNELS_LAST in (p.layout, p.weight_layout) else CONTIGUOUS
 
 
@@ -89,8 +89,9 @@ def _multiprocessors() -> int:
 
 
 def _turn_ns(p: ConvProblem, m: int, n: int, k: int, stages: int) -> float:
-    """What one multiprocessor is assumed to take for one step of an (m x k) times (k x n) product: half of an H100's
-    tensor cores; pipelined, its share of 5.5 TB/s from L2 at the same time; else 100 bytes per ns from L1 before it."""
+    """Assumed time of one multiprocessor for one step of an (m x k) times (k x n) product: at half of the peak of an
+    H100's tensor cores. Loads take its share of 5.5 TB/s from L2 at the same time if pipelined, else 100 bytes per ns
+    from L1 before it."""
     flops_per_ns = 3000.0 / (1 if p.element_bytes == 2 else 2 if p.tf32 else 6)
     computing = 2 * m * n * k / flops_per_ns
     read_bytes = (m + n) * k * p.element_bytes
@@ -124,9 +125,9 @@ class GroupedTriton(TritonAlgorithm):
         return Grade.DIRECT
 
     def workspace_bytes(self, problem: ConvProblem, params: Params = None) -> int:
-        """Copies in NHWC of operands in other layouts, and partial sums. A weight gradient's problem does not say in
-        which layout grad_y comes: taken to be that of x. Nor does one say where operands begin: taken to be at
-        multiples of 16 bytes."""
+        """Copies in NHWC of operands in other layouts, and partial sums. A weight gradient's problem does not give the
+        layout of grad_y; it is assumed to be that of x. No problem gives the alignment of operands; it is assumed to be
+        16 bytes."""
         p = problem
         copied = 0 if p.layout == CHANNELS_LAST else p.y_bytes if p.direction == Direction.BACKWARD_DATA else p.x_bytes
         if p.direction != Direction.BACKWARD_WEIGHT:
@@ -137,8 +138,8 @@ class GroupedTriton(TritonAlgorithm):
         return copied + (4 * splits * weights if splits > 1 else 0)
 
     def configs(self, problem: ConvProblem) -> list[dict[str, Any]]:
-        """Sorted by the time that `_Gather` and `_Gradient` expect; those that take four times the best's are left
-        out."""
+        """The configurations, sorted by the time that `_Gather` and `_Gradient` expect, without those that take
+        `_WASTE` times as long as the best."""
         p = problem
         plan = _Gradient if p.direction == Direction.BACKWARD_WEIGHT else _Gather
         limit = launcher.shared_memory_bytes()
@@ -185,8 +186,8 @@ def _nhwc(t: Tensor) -> Tensor:
 
 
 def _turned(p: ConvProblem) -> bool:
-    """Whether the weight is copied with the inner dimension last: for TF32 tensor cores take it no other way, and the
-    compiler would make 4-byte loads of it."""
+    """Whether the weight is copied with the inner dimension last: in TF32 tensor cores need this order, and without the
+    copy the compiler would load 4 bytes at a time."""
     return p.direction == Direction.BACKWARD_DATA and p.dtype == "float32"
 
 
@@ -223,13 +224,14 @@ class _Gather:
 
     @property
     def shared_bytes(self) -> int:
-        """Operands in flight, or the result on its way from the layout of tensor cores to that of memory."""
+        """Shared memory for the operands in the pipeline, or for converting the result from the layout of tensor cores
+        to that of memory."""
         operands = int(self.config["num_stages"]) * (self.m + self.n) * self.k * self.p.element_bytes
         return max(operands, self.m * self.n * 4)
 
     @property
     def expected_ns(self) -> float:
-        """The turns of a program, plus 200 ns to begin and end, times the programs that a multiprocessor gets."""
+        """Time of a program (its turns, plus 200 ns to begin and end) times the programs per multiprocessor."""
         p = self.p
         turns = _ceil(self.pack * self.source_group, self.k) * p.R * p.S / self.phases
         turn_ns = _turn_ns(p, self.m, self.n, self.k, self.config["num_stages"])
@@ -267,7 +269,7 @@ class _Gradient:
         self.p, self.config = p, config
         self.c_group, self.k_group = p.C // p.groups, p.K // p.groups
         self.m, self.n, self.j = (int(config[name]) for name in ("block_m", "block_n", "block_j"))
-        # All taps of a pack share columns, so nothing bounds its input channels but the waste: as many as outputs.
+        # All taps of a pack share columns, so only waste limits its input channels: as many as outputs.
         self.pack = _pack(p.groups, self.c_group, self.k_group, max(self.n, self.c_group), self.n, p.element_bytes)
         self.tiles = (
             _ceil(p.groups, self.pack)
@@ -315,7 +317,7 @@ class _Gradient:
         )  # fmt: skip
         if self.splits == 1:
             return (sums,)
-        # Few weights have many splits, and the other way round.
+        # Small weights have many splits, and the other way round.
         rows = min(32, 1 << (self.splits - 1).bit_length())
         block = 1024 // rows
         last: dict[str, Value] = dict(

@@ -1,7 +1,7 @@
-"""Triton kernels of grouped_triton.py; how work is divided is explained there.
+"""Triton kernels of grouped.py, whose docstring explains how the work is divided.
 
 Offsets into NHWC activations are `((n * height + h) * width + w) * channels + c`. Channel counts are constants, so the
-compiler sees what they are divisible by, and loads 16 bytes at once if it may.
+compiler knows their divisors, and loads 16 bytes at once if possible.
 """
 
 from __future__ import annotations
@@ -60,20 +60,20 @@ def gather(
     packs: tl.constexpr = (GROUPS + PACK - 1) // PACK
     phases_h: tl.constexpr = 1 if FORWARD else STRIDE_H
     phases_w: tl.constexpr = 1 if FORWARD else STRIDE_W
-    # Along the source, one unit and one tap of the phase further.
+    # Steps along the source for one unit and for one tap of the phase.
     unit_h: tl.constexpr = STRIDE_H if FORWARD else 1
     unit_w: tl.constexpr = STRIDE_W if FORWARD else 1
     move_h: tl.constexpr = DIL_H if FORWARD else -(STEP_H * DIL_H // STRIDE_H)
     move_w: tl.constexpr = DIL_W if FORWARD else -(STEP_W * DIL_W // STRIDE_W)
     tap_h: tl.constexpr = 1 if FORWARD else STEP_H
     tap_w: tl.constexpr = 1 if FORWARD else STEP_W
-    # In the weight, one channel of the source and one of the output further.
+    # Steps in the weight for one channel of the source and for one of the output.
     weight_group: tl.constexpr = SOURCE_GROUP * OUT_GROUP * R * S
     weight_tap: tl.constexpr = SOURCE_GROUP if SOURCE_LAST else OUT_GROUP
     weight_source: tl.constexpr = 1 if SOURCE_LAST else R * S * OUT_GROUP
     weight_out: tl.constexpr = R * S * SOURCE_GROUP if SOURCE_LAST else 1
 
-    # Neighbours in time share pixels: first the channels of the same pixels, then the phases, then other pixels.
+    # Consecutive programs share pixels: first the channels of the same pixels, then the phases, then other pixels.
     pid = tl.program_id(0)
     tile = pid % tiles
     pack = pid // tiles % packs

@@ -4,19 +4,19 @@
     backward data    the same with the filter turned by 180 degrees, and R - 1 - pad_top, S - 1 - pad_left as padding
     backward weight  grad_w[c, r, s] = sum over n, p, q of grad_y[n, c, p, q] * x[n, c, p + r - pad_top, ...]
 
-One channel has no sum over channels to make a matrix product of. But BP x BQ neighbouring results are a linear
-function of the window of pixels they see, the same function for every patch of every image:
+Depthwise convolution has no sum over channels from which to make a matrix product. But BP x BQ neighbouring results are
+a linear function of the window of pixels they see, the same function for every patch of every image:
 
     Y[patch, (p, q)] = X[patch, (h, i)] @ T[(h, i), (p, q)],   T = w[h - p, i - q] inside the filter, else 0
 
-X is read where it lies, a segment of an image's row per patch and h; T is the block Toeplitz matrix of the filter. That
-such filters are worth a matrix product was shown by Ding et al., "Scaling Up Your Kernels to 31x31", CVPR 2022, whose
-kernel is an implicit GEMM. What makes this one fit Triton, where shared memory cannot be read at an offset:
+X is read in place, a segment of an image's row per patch and h; T is the block Toeplitz matrix of the filter. Ding et
+al., "Scaling Up Your Kernels to 31x31", CVPR 2022, whose kernel is an implicit GEMM, showed that a matrix product pays
+for such filters. Triton cannot read shared memory at an offset, so here:
 
 - T is read from 16 / element_bytes copies of the filter, each shifted by one element and framed by zeros. An element
-  (i, q) of T depends on i - q alone, so in one of the copies any 16 bytes of T along i lie where 16 bytes may be
-  loaded. The copies take some tens of kilobytes per channel and stay in the L2 cache.
-- The window begins at a multiple of 16 bytes and never leaves the image. Where a width is not divisible by 16 bytes, or
+  (i, q) of T depends on i - q alone, so any 16 bytes of T along i are aligned to 16 bytes in one of the copies, and can
+  be loaded at once. The copies take some tens of kilobytes per channel and stay in the L2 cache.
+- The window begins at a multiple of 16 bytes and never leaves the image. If a width is not divisible by 16 bytes, or
   the layout is NHWC, the image is first copied to rows that are.
 - Patches are ordered with images fastest, so a tile of them spans few rows, and filter rows that meet only padding are
   skipped: with 27x27 on 14x14 pixels that is more than half of the products, columns included.
@@ -27,15 +27,15 @@ The weight gradient is that of T, summed along its diagonals:
     D[(h, i), (p, q)] = X[patch, (h, i)]^T @ grad_Y[patch, (p, q)],   grad_w[r, s] = sum of D over h - p = r, i - q = s
 
 A program holds a tile of D for its share of the patches, brings every diagonal to one row by shuffles, adds along q and
-stores what is left, BP numbers per tap and tile; a second kernel adds those up in a fixed order. For windows wider than
-a tile there is another form: with images innermost, (C, W, H * N), shifts by r and by s are both whole rows, and grad_w
+stores the result, BP numbers per tap and tile; a second kernel adds those up in a fixed order. For windows wider than a
+tile there is another form: with images innermost, (C, W, H * N), shifts by r and by s are both whole rows, and grad_w
 is the sum over q of [r, (h, n)] @ [(h, n), s], without a band but in small tiles.
 
-Expected, by arithmetic and not measured: 40 to 60 % of the products made are useful for 31x31 on 56x56 pixels, and a
-tile of 128 x 128 results needs 32 KB of operands per 64 terms of its sums. So the L2 cache sets the pace, at a quarter
-to a half of the tensor cores' peak: 0.06 to 0.13 ms for 24.7 GFLOP (32 images, 128 channels) on an H100, where 0.41 ms
-is the least without tensor cores. The weight gradient is expected at a third more; its other form, which needs 8 KB per
-32 x 32 x 64 products, at twice that.
+Expected, by arithmetic and not measured: 40 to 60 % of the products are useful for 31x31 on 56x56 pixels, and a tile of
+128 x 128 results needs 32 KB of operands per 64 terms of its sums. So the L2 cache is the bottleneck, at a quarter to a
+half of the tensor cores' peak: 0.06 to 0.13 ms for 24.7 GFLOP (32 images, 128 channels) on an H100, compared with at
+least 0.41 ms without tensor cores. The weight gradient is expected to take a third more; its other form, which needs
+8 KB per 32 x 32 x 64 products, twice that.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from convselect.kernels.triton.large_depthwise_plan import NAME, RESULT, Step, p
 from convselect.kernels.triton.launch import SPLIT_ELEMENTS, Launch, TritonAlgorithm
 
 SMALLEST, LARGEST = 7, 64
-"""Bounds of the filter's longer side. Smaller ones are bound by memory without tensor cores; larger ones are FFT's."""
+"""Bounds of the filter's longer side. Smaller filters are memory-bound without tensor cores; FFT suits larger ones."""
 
 
 _WHAT = "The banded product"
@@ -96,7 +96,8 @@ class LargeDepthwiseTriton(TritonAlgorithm):
         return tuple(step.launch for step in self._steps(problem, params))
 
     def workspace_bytes(self, problem: ConvProblem, params: Params = None) -> int:
-        """Of the most expensive configuration, as if every operand were strided or misaligned and had to be copied."""
+        """Memory of the configuration that needs most, as if every operand were strided or misaligned and had to be
+        copied."""
         p = problem
         if p.direction == Direction.FORWARD:
             operands = p.x_bytes + p.weight_bytes
@@ -104,7 +105,7 @@ class LargeDepthwiseTriton(TritonAlgorithm):
             operands = p.y_bytes + p.weight_bytes
         else:
             operands = p.x_bytes + p.y_bytes
-        block = 512  # the allocator's
+        block = 512  # the allocator rounds sizes up to this
         made = max(
             sum(block + math.prod(step.shape) * step.dtype.itemsize for step in self._steps(p, config) if step.shape)
             for config in self.configs(p)

@@ -1,4 +1,4 @@
-"""The Triton kernels of `large_depthwise_triton.py`, whose docstring has the formulas and the letters."""
+"""Triton kernels of `large_depthwise.py`, whose docstring explains the formulas and the letters."""
 
 from __future__ import annotations
 
@@ -123,18 +123,18 @@ def banded(
     first = pid // tiles_q % tiles_m * BM
     q0 = pid % tiles_q * BQ
 
-    # Images run fastest, so that the patches of a tile lie in few rows and most rows of padding are met by none.
+    # Images are numbered fastest, so that a tile's patches lie in few rows and most rows of padding can be skipped.
     m = first + tl.arange(0, BM)
     n = m % N
     group = m // N
-    # Patches past the last read below the image: nothing.
+    # Patches after the last one are placed below the image, so they read zeros.
     top = tl.where(m < N * groups, group * BP - PAD_TOP, H)
     highest = first // N * BP - PAD_TOP
     lowest = tl.minimum((first + BM - 1) // N, groups - 1) * BP - PAD_TOP
     from_row = tl.minimum(tl.maximum(-lowest, 0), window)
     to_row = tl.minimum(tl.maximum(H - highest, 0), window)
 
-    # The window of columns begins where 16 bytes do, inside the image.
+    # The window of columns begins at a multiple of 16 bytes, inside the image.
     c0 = tl.maximum(q0 - PAD_LEFT, 0) // COPIES * COPIES
     channel = c
     if WIDE:
@@ -217,7 +217,7 @@ def correlate(
         inside = ((w >= 0) & (w < W) & (s < S))[:, None] & (k < H * N)[None, :]
         a = tl.load(x + (w[:, None] * X_LENGTH + k[None, :]), mask=inside, other=0)
         at = back[:, None] + k[None, :]
-        # Where either is outside its image, both are numbers and one is zero.
+        # If either is outside its image, both values are still numbers and one of them is zero.
         inside = (at >= 0) & (at < P * N) & (r < R)[:, None]
         g = tl.load(grad_y + (q * Y_LENGTH + at), mask=inside, other=0)
         total = tl.dot(g, tl.trans(a), total, input_precision=PRECISION)
@@ -301,7 +301,7 @@ def banded_gradient(
     o = tl.arange(0, BP * BQ)
     pp = o // BQ
     j = o % BQ
-    # Groups of rows whose window meets the image; one too many does no harm.
+    # Groups of rows whose window meets the image; one too many is harmless.
     low = tl.maximum(PAD_TOP - (h0 + HB - 1) + BP - 1, 0) // BP
     high = tl.minimum(tl.maximum(H - 1 + PAD_TOP - h0, -BP) // BP + 1, groups)
     steps = tl.cdiv(tl.maximum(high - low, 0) * N, BK)
@@ -323,7 +323,7 @@ def banded_gradient(
         read = grad_y + ((n * (C * P * Y_WIDTH) + p * Y_WIDTH)[:, None] + (pp * Y_WIDTH + j)[None, :])
         g = tl.load(read, mask=inside, other=0)
         total = tl.dot(tl.trans(a), g, total, input_precision=PRECISION)
-    # Element (s + j - d, j) comes to (s, j); what lies outside the window is outside the image.
+    # Move element (s + j - d, j) to (s, j); elements outside the window are outside the image.
     e = tl.arange(0, HB * SB)
     at = (e % SB)[:, None] + j[None, :] - d
     valid = (at >= 0) & (at < CB)
@@ -364,7 +364,7 @@ def add_bands(
     read = partial + c * (TILES * ROWS * BP * SB) + r * (BP * SB) + s
     total = tl.zeros((BLOCK,), tl.float32)
     for part in range(TILES * BP):
-        # From pp to pp + 1 one row further as well.
+        # From pp to pp + 1 the row moves on by one as well.
         step = part // BP * (ROWS * BP * SB) + part % BP * (BP * SB + SB)
         total += tl.load(read + step, mask=at < R * S, other=0)
     write = grad_weight + c * (R * S) + r * STEP_R + s * STEP_S

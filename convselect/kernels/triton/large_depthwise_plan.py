@@ -1,6 +1,6 @@
-"""What `large_depthwise_triton.py` launches, made from a problem and a configuration, and the order of configurations.
+"""The launches of `large_depthwise.py`, made from a problem and a configuration, and the order of configurations.
 
-The letters are those of that file's docstring.
+Letters are explained in that file's docstring.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from convselect.kernels.triton.launch import SPLIT_ELEMENTS, Launch
 _MODULE = "convselect.kernels.triton.large_depthwise_kernels"
 NAME = "large_depthwise_triton"
 
-# Of an H100, for comparing configurations: per SM and cycle, multiply-adds in 16 bit and bytes out of the L2 cache.
+# An H100's rates, for comparing configurations: per SM and cycle, 16-bit multiply-adds and bytes from the L2 cache.
 _SMS, _MACS, _L2_BYTES, _STEP_CYCLES = 132, 4096, 40, 60
 
 Strides = tuple[int, int, int, int]
@@ -57,7 +57,7 @@ class _Band:
     pad_left: int
     flip: bool
     transposed: bool
-    """Heights and widths, here and in all the above, are exchanged."""
+    """Whether heights and widths are exchanged, in this object's other fields too."""
 
     @staticmethod
     def of(problem: ConvProblem) -> _Band:
@@ -75,7 +75,7 @@ class _Band:
         )
 
     def width(self, element_bytes: int) -> int:
-        """Elements from row to row of the image that the kernel reads."""
+        """Elements between the beginnings of two rows of the image that the kernel reads."""
         return _up(self.W, 16 // element_bytes)
 
     def packed(self, problem: ConvProblem) -> bool:
@@ -89,13 +89,13 @@ class _Band:
         return _strides(self.N, self.C, height, width, layout)
 
     def unpacked(self, problem: ConvProblem) -> bool:
-        """Whether the kernel writes something that has yet to be brought into the result's layout."""
+        """Whether the kernel's output still has to be copied into the result's layout."""
         return self.transposed or problem.layout == CHANNELS_LAST
 
 
 @dataclass(frozen=True)
 class _Table:
-    """The shifted copies of a channel's filter for one tile shape, and the window of columns they are for."""
+    """The shifted copies of a channel's filter for one tile shape, and the window of columns that they serve."""
 
     columns: int
     copies: int
@@ -125,7 +125,7 @@ class _Table:
 
 @dataclass(frozen=True)
 class _Correlation:
-    """How the weight gradient's sum is cut: `parts_q` ranges of columns q times `parts_k` ranges of (h, n)."""
+    """How the weight gradient's sum is divided: `parts_q` ranges of columns q times `parts_k` ranges of (h, n)."""
 
     x_length: int
     y_length: int
@@ -152,7 +152,7 @@ class _Correlation:
 
 @dataclass(frozen=True)
 class Step:
-    """A launch, the tensors it reads by name, and the name, shape and type of what it writes."""
+    """A launch, the names of the tensors it reads, and the name, shape and type of the tensor it writes."""
 
     launch: Launch
     reads: tuple[str, ...]
@@ -171,7 +171,7 @@ def _wide(*elements: int) -> bool:
 def _relayout(
     problem: ConvProblem, sizes: tuple[int, int, int, int], source: Strides, target: Strides, width: int | None = None
 ) -> Launch:
-    """Copies (n, c, h, w) from strides to strides; zeros fill the target's innermost axis up to `width`."""
+    """Copies (n, c, h, w) between any strides; zeros fill the target's innermost axis up to `width`."""
     v = max(axis for axis in range(4) if target[axis] == 1)
     others = sorted((axis for axis in range(4) if axis != v), key=lambda axis: source[axis])
     u, a, b = others
@@ -266,7 +266,7 @@ def _correlation_steps(problem: ConvProblem, config: dict[str, Any]) -> tuple[St
 
 @dataclass(frozen=True)
 class _Gradient:
-    """How the banded weight gradient is cut: tiles of HB rows of the window by CB columns, for SB taps."""
+    """How the banded weight gradient is divided: tiles of HB rows of the window by CB columns, for SB taps."""
 
     columns: int
     CB: int
@@ -335,7 +335,7 @@ def _gradient_steps(problem: ConvProblem, config: dict[str, Any]) -> tuple[Step,
 
 @functools.lru_cache(maxsize=4096)
 def planned(problem: ConvProblem, config: tuple[tuple[str, Any], ...]) -> tuple[Step, ...]:
-    """What runs for a problem, in order; the configuration is given as pairs so that it can be a key."""
+    """The steps of a problem, in order; the configuration is given as pairs so that it can be a cache key."""
     values = dict(config)
     if problem.direction != Direction.BACKWARD_WEIGHT:
         return _banded_steps(problem, values)
@@ -364,10 +364,10 @@ def _cycles(problem: ConvProblem, config: dict[str, Any]) -> float:
 
 
 def _shared_bytes(problem: ConvProblem, config: dict[str, Any]) -> int:
-    """What the pipeline's buffers take, with a kilobyte to spare for its barriers."""
+    """Shared memory of the pipeline's buffers, plus a kilobyte for its barriers."""
     buffers = int(config["num_stages"])
     if problem.dtype == "float32" and not problem.tf32:
-        buffers += 1  # the rests of operands that were split in two
+        buffers += 1  # the low parts of operands that were split in two
     if "BM" not in config:
         rows = max(16, _power(problem.R)) + max(16, _power(problem.S))
     else:
@@ -376,8 +376,8 @@ def _shared_bytes(problem: ConvProblem, config: dict[str, Any]) -> int:
 
 
 def _registers_do(problem: ConvProblem, config: dict[str, Any], arch: int) -> bool:
-    """Whether the tile leaves room for operands in two parts each, of which three TF32 products are made: one operand's
-    with wgmma, both with mma."""
+    """Whether registers have room for operands split into two parts, as three TF32 products need them: one operand's
+    parts with wgmma, both operands' with mma."""
     if problem.dtype != "float32" or problem.tf32 or "BM" not in config:
         return True
     most = 64 if arch == 90 and config["BM"] >= 64 else 32
@@ -400,7 +400,7 @@ def _banded_cycles(problem: ConvProblem, config: dict[str, Any]) -> float:
     table = _Table.of(band, BP, BQ, BK, e)
     groups, window = -(-band.P // BP), BP + band.R - 1
     tiles_m, tiles_q = -(-band.N * groups // BM), -(-band.Q // BQ)
-    # Of thousands of tiles a sample says enough.
+    # With thousands of tiles a sample is enough.
     sample = range(0, tiles_m, max(1, tiles_m // 64))
     steps = 0
     for tile in sample:
@@ -424,7 +424,7 @@ def _gradient_cycles(problem: ConvProblem, config: dict[str, Any]) -> float:
         low, high = max(0, band.pad_top - rows[-1] + BP - 1) // BP, (band.H - 1 + band.pad_top - rows[0]) // BP + 1
         steps += -(-max(0, min(high, -(-band.P // BP)) - low) * band.N // BK)
     per_program = steps / len(tiles) / cut.parts * _step_cycles(problem, BM, BP * config["BQ"], config["K_BYTES"])
-    # The sums along the diagonals: a shuffle and a few instructions per element.
+    # Summing along the diagonals takes a shuffle and a few instructions per element.
     per_program += BM * BP * config["BQ"] * cut.SB / cut.CB / 8
     programs = band.C * cut.tiles_h * cut.tiles_q * cut.parts
     partial: float = 8 * programs * cut.HB * BP * cut.SB / (_SMS * _L2_BYTES)

@@ -1,14 +1,14 @@
-"""Running Triton kernels: what a launch is, when it is compiled, and how it is called cheaply.
+"""Run Triton kernels: describe launches, compile them in the background, and call them at low cost.
 
-A `Launch` is everything that decides a compiled kernel and its grid, as a frozen value made from a problem without a
-tensor in sight. So the same description is run on a GPU, interpreted on a CPU by the tests, and compiled for a GPU that
-is not there by the test that looks at registers and instructions.
+A `Launch` is a frozen value that determines a compiled kernel and its grid. It is made from a problem alone, without
+tensors. So the same description can run on a GPU, be interpreted on a CPU by the tests, and be compiled for an absent
+GPU by the test that checks registers and instructions.
 
-Every shape is a constant of the kernel: only pointers remain to be passed, and the compiler knows what is divisible by
-what. (Integers passed at run time are known to be divisible by 16 or not at all: 24 channels then mean two-byte loads.)
-The price is a compilation per problem, of 0.3 to 3 s, which happens on a thread of its own while native runs.
+Every shape is a constant of the kernel: only pointers are passed, and the compiler knows all divisibilities. (Of
+integers passed at run time it knows only whether 16 divides them: 24 channels would then mean two-byte loads.) The
+price is one compilation per problem, of 0.3 to 3 s, on a background thread while native runs.
 
-This module imports Triton only when it is used. Kernels lie in modules of their own, named by `Launch.module`.
+This module imports Triton only when it is used. Kernels are in separate modules, named by `Launch.module`.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ POINTER_TYPES = {
     "int32": "*i32",
 }
 HANDLE_VERSIONS = ((3, 6),)
-"""Triton versions whose compiled kernels are known to be called as `_Handle` does; others go through `fn[grid]`."""
+"""Triton versions whose compiled kernels `_Handle` can call directly; with others it goes through `fn[grid]`."""
 KEPT = 2048
-"""Compiled launches kept per process, before the oldest go; what is compiled stays in Triton's own cache on disk."""
+"""Most compiled launches kept per process; then the oldest are dropped, but stay in Triton's own cache on disk."""
 MAX_GRID = (2**31 - 1, 65535, 65535)
 SPLIT_ELEMENTS = 2**31
 """From this many elements on, offsets need 64 bits."""
@@ -58,7 +58,8 @@ class Launch:
     """One kernel, specialised and laid out on a grid.
 
     Attributes:
-        module, kernel: where the `triton.jit` function is; its parameters are pointers first, then constants by name.
+        module, kernel: module and name of the `triton.jit` function; its parameters are pointers, then constants by
+            name.
         grid: programs along x, y, z.
         pointers: element types of the tensors, names as in `ConvProblem.dtype`, in the order of the parameters.
         constants: every other parameter, by name.
@@ -83,7 +84,7 @@ class Launch:
             raise ValueError(f"{self.kernel} has a constant twice: {[name for name, _ in self.constants]}")
         if self.num_warps not in (1, 2, 4, 8, 16, 32) or self.num_stages < 1:
             raise ValueError(f"{self.kernel} cannot have {self.num_warps} warps and {self.num_stages} stages")
-        # Asked for at every call, of some thirty values.
+        # Needed at every call, and computed from some thirty values.
         object.__setattr__(self, "_hash", hash(self._values()))
 
     def _values(self) -> tuple[Any, ...]:
@@ -116,8 +117,8 @@ def interpreting() -> bool:
 
 
 def missing(problem: ConvProblem) -> str | None:
-    """A sentence why no Triton kernel can run for this problem's device; None if one can. On a machine without a GPU,
-    problems of one are answered by their shapes alone, so that choices can be looked at anywhere."""
+    """A sentence why no Triton kernel can run on this problem's device; None if one can. On a machine without a GPU,
+    the answer for a problem on a GPU depends on its shapes alone, so that choices can be inspected anywhere."""
     if problem.device == "cpu":
         return (
             None if interpreting() and installed() else "Triton algorithms run on NVIDIA GPUs; this problem is on cpu."
@@ -136,7 +137,7 @@ _assumed_arch: list[int] = []
 
 @contextlib.contextmanager
 def assumed_arch(arch: int) -> Iterator[None]:
-    """Within this context configurations are those for this architecture (80, 90), whatever the machine has."""
+    """Within this context configurations are those for this architecture (80, 90), on any machine."""
     _assumed_arch.append(arch)
     try:
         yield
@@ -160,7 +161,7 @@ def _architecture_of(device: int) -> int:
 
 
 def shared_memory_bytes() -> int:
-    """What one program may use at most."""
+    """Most bytes of shared memory that one program may use."""
     return {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}.get(architecture(), 99) * 1024
 
 
@@ -171,10 +172,10 @@ def _configurations(algorithm: str) -> Mapping[str, Any]:
 
 
 def configurations(algorithm: str, kernel: str) -> list[dict[str, Any]]:
-    """The shipped configurations of a kernel for the current architecture, those of the nearest older one if it has
-    none of its own; the first is the default.
+    """The shipped configurations of a kernel for the current architecture, or those of the nearest older one if it has
+    none; the first is the default.
 
-    The file says under "provenance" where they come from, and under "kernels" -> kernel -> "sm_80" a list of them.
+    In the file, "provenance" says where they come from, and "kernels" -> kernel -> "sm_80" holds a list of them.
     """
     by_arch: dict[str, list[dict[str, Any]]] = _configurations(algorithm)["kernels"][kernel]
     known = sorted(int(name.removeprefix("sm_")) for name in by_arch)
@@ -183,8 +184,8 @@ def configurations(algorithm: str, kernel: str) -> list[dict[str, Any]]:
 
 
 def dot_precision(problem: ConvProblem) -> str:
-    """`input_precision` of `tl.dot` that keeps to what the user allowed for float32: TF32 if native may use it, else
-    three TF32 products, which is as exact as float32."""
+    """`input_precision` of `tl.dot` that respects the user's setting for float32: TF32 if native may use it, else three
+    TF32 products, which are as exact as float32."""
     if problem.dtype != "float32":
         return "ieee" if problem.dtype == "float64" else "tf32"
     return "tf32" if problem.tf32 else "tf32x3"
@@ -194,10 +195,10 @@ def dot_precision(problem: ConvProblem) -> str:
 
 
 def compiled(launch: Launch, arch: int | None = None) -> Any:
-    """Triton's `CompiledKernel` for the current GPU, or for an architecture that need not be there. Takes seconds
+    """Triton's `CompiledKernel` for the current GPU, or for an architecture that need not be present. Takes seconds
     unless Triton's cache on disk has it.
 
-    Pointers are promised to be divisible by 16; `run` sees to it.
+    The kernel assumes that pointers are divisible by 16; `run` ensures it.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -230,7 +231,7 @@ class _Handle:
         version = tuple(int(part) for part in triton.__version__.split(".")[:2])
         self._compiled = compiled(launch) if version in HANDLE_VERSIONS else None
         if self._compiled is None:
-            # Compiles by the door that every version has, without launching.
+            # Compile without launching, through an interface that every version has.
             tensors = [torch.empty(0, dtype=getattr(torch, kind), device="cuda") for kind in launch.pointers]
             launch.function().warmup(*tensors, grid=launch.grid, **self._options())
             return
@@ -240,7 +241,7 @@ class _Handle:
         names = [parameter.name for parameter in launch.function().params]
         self._arguments = tuple(constants[name] for name in names[len(launch.pointers) :])
         self._stream = driver.active.get_current_stream
-        _ = self._compiled.run  # loads the module, which synchronises; not later, in the middle of something
+        _ = self._compiled.run  # loads the module now, since loading synchronises
 
     def _options(self) -> dict[str, Any]:
         launch = self._launch
@@ -248,7 +249,7 @@ class _Handle:
 
     def __call__(self, device: int, tensors: Sequence[Tensor]) -> None:
         if self._launch.scratch:
-            # In a context of its own, so that an allocator that the user has set stays.
+            # In a separate context, so that an allocator that the user has set stays.
             contextvars.copy_context().run(self._with_scratch, device, tensors)
         else:
             self._call(device, tensors)
@@ -271,8 +272,8 @@ class _Handle:
 
 
 def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
-    """Memory of the current stream, which may have it again after the launch. PyTorch's begins at multiples of 512
-    bytes; descriptors want 128."""
+    """Memory of the current stream, which may reuse it after the launch. PyTorch aligns it to 512 bytes; descriptors
+    need 128."""
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
@@ -289,8 +290,8 @@ def _driver() -> Any:
 
 @contextlib.contextmanager
 def _beside_captures() -> Iterator[None]:
-    """Within this context the calling thread may allocate and load modules while another thread captures a graph, which
-    would otherwise be spoilt by it."""
+    """Within this context the calling thread may allocate and load modules while another thread captures a CUDA graph;
+    otherwise that would break the capture."""
     mode = ctypes.c_int(_RELAXED)
     try:
         exchange = _driver().cuThreadExchangeStreamCaptureMode
@@ -310,7 +311,7 @@ def _compile_on(launch: Launch, device: int) -> _Handle:
 
 
 def _begin(launch: Launch, device: int) -> Future[_Handle] | None:
-    """The future of a launch that was not asked for yet; None, and nothing begun, while a graph is being captured."""
+    """Start compiling a new launch and return its future; do nothing and return None during the capture of a graph."""
     if _capturing():
         return None
     with _lock:
@@ -325,7 +326,7 @@ def _begin(launch: Launch, device: int) -> Future[_Handle] | None:
 
 
 def _end(*, fork: bool = False) -> None:
-    """Drop what is still to be compiled: a process that ends must not wait for it, and a fork has no threads for it."""
+    """Drop pending compilations: a process that ends must not wait for them, and a fork has no threads for them."""
     global _lock
     if fork:
         _lock = threading.Lock()
@@ -335,7 +336,7 @@ def _end(*, fork: bool = False) -> None:
     _pool.clear()
 
 
-# `atexit` would come after the interpreter has waited for the pool's threads.
+# `atexit` would be too late: by then the interpreter has waited for the pool's threads.
 getattr(threading, "_register_atexit", lambda _: None)(_end)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=functools.partial(_end, fork=True))
@@ -346,11 +347,11 @@ def _capturing() -> bool:
 
 
 def ready(launches: Sequence[Launch]) -> bool:
-    """Whether all are compiled for the current device. Those that are not begin to be, on another thread, unless a CUDA
+    """Whether all are compiled for the current device. Starts compiling the others on another thread, unless a CUDA
     graph is being captured.
 
     Raises:
-        Exception: that with which a compilation failed.
+        Exception: the one with which a compilation failed.
     """
     if interpreting():
         return True
@@ -361,17 +362,17 @@ def ready(launches: Sequence[Launch]) -> bool:
         if future is None or not future.done():
             all_done = False
         elif (error := future.exception()) is not None:
-            # Raised at every call: without this, each would add to the same traceback.
+            # The same exception is raised at every call: without this, each call would extend its traceback.
             raise error.with_traceback(None)
     return all_done
 
 
 def run(launch: Launch, *tensors: Tensor) -> None:
-    """Launch on the current stream of the tensors' device; compiles first if it must.
+    """Launch on the current stream of the tensors' device; compiles first if necessary.
 
     Raises:
         RuntimeError: if it would have to compile while a CUDA graph is being captured.
-        TypeError: if the tensors are not of the types that the launch is for.
+        TypeError: if the tensors' element types are not those of the launch.
     """
     if interpreting():
         given = tuple(str(t.dtype).removeprefix("torch.") for t in tensors)
@@ -392,7 +393,7 @@ def run(launch: Launch, *tensors: Tensor) -> None:
 
 
 def aligned(t: Tensor) -> Tensor:
-    """The tensor, or a copy that begins at a multiple of 16 bytes, as compiled kernels were promised."""
+    """The tensor, or a copy of it, that begins at a multiple of 16 bytes, as compiled kernels assume."""
     return t if t.data_ptr() % 16 == 0 else t.clone(memory_format=torch.preserve_format)
 
 
@@ -433,17 +434,17 @@ class TritonAlgorithm(Algorithm):
 
     @abstractmethod
     def why_not_shape(self, problem: ConvProblem) -> str | None:
-        """As `why_not`, of the problem alone, whatever this machine has."""
+        """As `why_not`, for the problem alone, independent of this machine."""
 
     @abstractmethod
     def configs(self, problem: ConvProblem) -> list[dict[str, Any]]:
-        """The shipped configurations that this problem can be run with, best guess first; at least one if
+        """The shipped configurations that can run this problem, the one expected to be fastest first; at least one if
         `why_not_shape` is None."""
 
     @abstractmethod
     def launches(self, problem: ConvProblem, params: Params = None) -> tuple[Launch, ...]:
-        """What runs, in order. Made once per problem, parameters and architecture, and cached: it is asked for at
-        every call."""
+        """The launches, in order. Made once per problem, parameters and architecture, and cached, since every call
+        needs them."""
 
     def ready(self, problem: ConvProblem, params: Params = None) -> bool:
         return ready(self.launches(problem, params))
