@@ -16,6 +16,9 @@ from convselect.base import settings
 os.environ["CONVSELECT_POLICY"] = os.environ.get("CONVSELECT_TEST_POLICY", "auto")
 settings.set_defaults(os.environ["CONVSELECT_POLICY"])  # pytest's own configuration has imported the package already
 os.environ["CONVSELECT_CACHE"] = tempfile.mkdtemp(prefix="convselect-tests-")
+# Threads wait for others asleep: beside another worker's tests, spinning costs several times what they compute. (OpenMP
+# reads this when it is loaded, so it holds in the workers of xdist and in processes that tests start.)
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 @pytest.fixture

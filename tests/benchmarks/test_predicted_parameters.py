@@ -339,6 +339,7 @@ def file(tmp_path, trained, examples):
     return path
 
 
+@pytest.mark.slow
 def test_a_file_says_what_was_trained(file, trained, examples):
     predictor = ParameterPredictor.load(file)
     signature = examples[0].signature
@@ -356,6 +357,7 @@ def test_a_file_says_what_was_trained(file, trained, examples):
     assert predictor.params_for(examples[0].problem, Algorithm()) is not None
 
 
+@pytest.mark.slow
 def test_what_a_file_does_not_speak_for(file, trained, examples, tmp_path):
     predictor, problem = ParameterPredictor.load(file), examples[0].problem
     assert predictor.params_for(problem, Algorithm()) is not None
@@ -377,6 +379,7 @@ def test_what_a_file_does_not_speak_for(file, trained, examples, tmp_path):
         assert other.params_for(problem, Algorithm(), always=True) is not None
 
 
+@pytest.mark.slow
 def test_a_prediction_that_is_the_default_is_none(file, examples):
     predictor = ParameterPredictor.load(file)
     problem = examples[0].problem
@@ -394,6 +397,7 @@ def rewritten(path, **changes):
     return buffer.getvalue()
 
 
+@pytest.mark.slow
 def test_damaged_files_are_refused(file):
     whole = file.read_bytes()
     card = json.loads(file.with_suffix(".json").read_text())
@@ -419,6 +423,7 @@ def test_damaged_files_are_refused(file):
         ParameterPredictor.load(file.with_name("missing.npz"))
 
 
+@pytest.mark.slow
 def test_nothing_is_unpickled(file):
     class Evil:
         def __reduce__(self):
