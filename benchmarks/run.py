@@ -209,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = {name: value.name if isinstance(value, Path) else value for name, value in vars(options).items()}
         arguments["out"] = Path(options.out).name
         Path(options.out).write_text(
-            json.dumps({"run_environment": env, "arguments": arguments, **result}, indent=1) + "\n"
+            json.dumps({"environment": env, "arguments": arguments, **result}, indent=1) + "\n"
         )
     return 0 if right else 1
 

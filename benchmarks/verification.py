@@ -153,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Console(highlight=False, width=None if sys.stdout.isatty() else 170).print(shown)
     if options.out:
         about = {
-            "run_environment": run_environment(),
+            "environment": run_environment(),
             "times": options.times.name,
             "fold": options.fold,
             "problems": count,

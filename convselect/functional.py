@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from convselect import graph
 from convselect.eager import dispatch
 from convselect.graph import ops as ops  # registers the operators of saved graphs
 
@@ -54,7 +55,5 @@ def conv2d(
         dilation = (dilation, dilation)
     geometry = (stride, padding, dilation, groups)
     if _is_dynamo_compiling() or _is_exporting():
-        from convselect.graph import traced  # needs dynamo
-
-        return traced.conv2d(input, weight, bias, geometry, policy)
+        return graph.conv2d(input, weight, bias, geometry, policy)
     return dispatch.conv2d(input, weight, bias, geometry, policy)

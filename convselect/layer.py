@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Proxy
 
+from convselect import graph
 from convselect.choice.choose import check_policy
 from convselect.eager import dispatch
 
@@ -59,9 +60,7 @@ class SelectedConv2d(nn.Conv2d):
                 padding = (0, 0)
             geometry = (self.stride, padding, self.dilation, self.groups)
             if _is_dynamo_compiling() or _is_exporting():
-                from convselect.graph import traced  # needs dynamo
-
-                return traced.conv2d(input, weight, bias, geometry, self.policy)
+                return graph.conv2d(input, weight, bias, geometry, self.policy)
             return dispatch.conv2d(input, weight, bias, geometry, self.policy)
 
     def _as_leaf(self, input: Any, *parameters: Any) -> Any:

@@ -837,5 +837,5 @@ def test_b74_a_choice_that_is_gone_or_refuses_falls_back():
     problem = conv_problem(1, 3, 8, 8, 4, 3, 3)
     for name in ("was_here_once", "depthwise"):  # the second cannot do this one
         remembered = Choice(name, "store")
-        choice = choose(problem, BY_NAME, convselect.base.settings.current(), memory=lambda _, found=remembered: found)
+        choice = choose(problem, BY_NAME, convselect.base.settings.current(), store=lambda _, found=remembered: found)
         assert choice.algorithm == "native"

@@ -31,7 +31,7 @@ _conv2d: Any = torch.conv2d
 _current_settings = _settings.current
 _plan_entries = plans.entries
 
-_PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
 def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, policy: str | None = None) -> Tensor:
@@ -40,7 +40,7 @@ def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, p
     if policy is not None:
         settings = _settings.with_policy(settings, policy)
     plan: Any = ALL_NATIVE
-    if _PLAIN.issuperset((type(x), type(weight), type(bias))):
+    if type(x) in _PLAIN and type(weight) in _PLAIN and (bias is None or type(bias) in _PLAIN):
         try:
             key = (
                 x.shape, x.stride(), x.dtype, x.device, x.requires_grad,

@@ -295,7 +295,7 @@ def test_the_page_has_the_tables_of_the_result():
     ]
     gamma, transformer = longer["models"]["gamma"], longer["models"]["transformer"]
     words = " ".join(page.split())
-    assert f"come to {gamma['test']['mean']} % against {transformer['test']['mean']}:" in words
+    assert f"reach {gamma['test']['mean']} % against {transformer['test']['mean']}:" in words
     for model, said in ((gamma, "the Γ-block after {} to {}"), (transformer, "at its best after {} to {} of them")):
         assert said.format(min(model["best_epochs"]), max(model["best_epochs"])) in words
     # What ran is what the search chose.

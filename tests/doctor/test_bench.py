@@ -15,7 +15,7 @@ from convselect.base import lru, settings
 from convselect.base.problem import ConvProblem, Direction, conv_problem
 from convselect.choice.choose import Choice
 from convselect.doctor import bench
-from convselect.eager import dispatch
+from convselect.eager import resolve
 from convselect.kernels._contract import NotApplicable
 from convselect.kernels.pool import BY_NAME
 
@@ -98,9 +98,9 @@ def test_every_algorithm_that_applies_is_checked_and_timed(monkeypatch, directio
 def test_a_wrong_algorithm_is_found_and_not_timed(monkeypatch):
     right = BY_NAME["im2col_gemm"].forward
     monkeypatch.setattr(BY_NAME["im2col_gemm"], "forward", lambda *arguments: right(*arguments) * 1.001)
-    monkeypatch.setattr(BY_NAME["winograd2"], "forward", lambda *arguments: right(*arguments)[:, :1])
+    monkeypatch.setattr(BY_NAME["winograd2"], "run", lambda *arguments: right(*arguments)[:, :1])
     monkeypatch.setattr(BY_NAME["fft"], "forward", lambda *arguments: right(*arguments) * torch.nan)
-    monkeypatch.setattr(BY_NAME["winograd4"], "forward", lambda *arguments: 1 / 0)
+    monkeypatch.setattr(BY_NAME["winograd4"], "run", lambda *arguments: 1 / 0)
     found = bench.bench(SMALL, seconds=0.01)
     assert set(found.wrong) == {"im2col_gemm", "winograd2", "fft", "winograd4"}
     rows = {row.algorithm: row for row in found.rows}
@@ -154,7 +154,7 @@ def test_no_gpu_is_said(monkeypatch):
 
 def test_a_tuned_choice_runs_as_tuned(monkeypatch):
     tuned = {"tile": 1}
-    monkeypatch.setattr(dispatch, "choice_for", lambda problem, used: Choice("winograd4", "store", tuned, 2.0))
+    monkeypatch.setattr(resolve, "choice_for", lambda problem, used: Choice("winograd4", "store", tuned, 2.0))
     given = {}
     for name in ("winograd4", "winograd2"):
         algorithm = BY_NAME[name]

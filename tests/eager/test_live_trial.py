@@ -108,7 +108,7 @@ def test_the_quick_one_wins_and_every_result_is_right(race):
     assert len(race["slow"].runs) < 10
     assert race["quick"].runs[-20:] == [Direction.FORWARD] * 20
     (plan,) = plans.entries.values()
-    assert plan.choice is trial.choice
+    assert plan.found is trial.choice
 
 
 def test_what_was_found_outlives_the_process(race):

@@ -15,8 +15,9 @@ from convselect.base.settings import Settings
 from convselect.choice.choose import choose
 from convselect.kernels._contract import GRADE_OF_PRECISION
 from convselect.kernels.pool import BY_NAME
+from convselect.measure import rows
 from convselect.measure.rows import HEADER, Row, read_rows, write_rows
-from convselect.model import dataset, evaluate, targets, train
+from convselect.model import evaluate, targets, train
 from convselect.model.dataset import Table, family_of, folds, ratio_target
 from convselect.model.features import FEATURE_NAMES
 from convselect.model.inference import Predictor
@@ -185,7 +186,7 @@ def test_folds_keep_families_together_and_are_even():
     ],
 )
 def test_kernel_classes(problem: ConvProblem, want: str):
-    assert dataset.kernel_class(problem) == want
+    assert rows.kernel_class(problem) == want
 
 
 # ---- judging ----------------------------------------------------------------------------------------------------

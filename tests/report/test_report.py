@@ -21,7 +21,7 @@ from convselect.base import settings
 from convselect.base.problem import conv_problem
 from convselect.choice.choose import Choice
 from convselect.cli import main
-from convselect.eager import dispatch
+from convselect.eager import resolve
 from convselect.kernels.pool import BY_NAME
 from convselect.machine import environment
 from convselect.machine.environment import run_environment
@@ -30,7 +30,7 @@ from convselect.model import evaluate as ev
 from convselect.model.inference import Predictor, artifact_path
 from convselect.model.judging import judge_all
 from convselect.model.train import Recipe, read_measured
-from convselect.report import charts, of_data, of_model, page, render
+from convselect.report import charts, networks, of_data, of_model, page, render
 from convselect.report.end_to_end import EndToEnd, Sides, Spread
 from convselect.store import process
 from convselect.store.store import Decision, Store
@@ -153,8 +153,8 @@ def test_a_shared_layer_is_called_twice():
 
 def test_what_is_timed_is_not_watched(monkeypatch):
     posed = []
-    found = dispatch.problems_of
-    monkeypatch.setattr(dispatch, "problems_of", lambda layer, x: posed.append(1) or found(layer, x))
+    found = networks.problems_of
+    monkeypatch.setattr(networks, "problems_of", lambda layer, x: posed.append(1) or found(layer, x))
     of_model("small", small(), X, seconds=0.05)
     assert len(posed) == 3
 
@@ -265,7 +265,7 @@ def test_stored_times_are_used(monkeypatch, tmp_path):
     # Of a tuned choice nothing is known from times of the defaults.
     tuned = Choice("winograd4", "store", BY_NAME["winograd4"].space(problem).sample(problem, random.Random(0)), 2.5)
     with monkeypatch.context() as patch:
-        patch.setattr(dispatch, "choice_for", lambda problem, used: tuned)
+        patch.setattr(resolve, "choice_for", lambda problem, used: tuned)
         layer = of_model("small", small(), X, timed=False, times=tmp_path / "times.sqlite").layers[1]
     assert (layer.native_us, layer.chosen_us, layer.gain, layer.kind) == (400.0, None, 2.5, "stored")
     # CSV says the same; another machine's times say nothing here.
