@@ -250,6 +250,7 @@ def test_the_warm_up_is_not_training():
     assert [len(epochs) for epochs in together.epochs.values()] == [2, 2, 2]
 
 
+@pytest.mark.slow
 def test_end_to_end(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(_corpora.synthetic, "__kwdefaults__", {"n_classes": 3, "seed": 0})

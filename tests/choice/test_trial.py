@@ -191,6 +191,7 @@ def test_rounds_are_in_random_order():
     assert orders == {(NATIVE, "a"), ("a", NATIVE)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sd", "spikes", "wrong"), [(0.03, 0.01, 0.002), (0.1, 0.05, 0.005)])
 def test_a_lying_model_does_not_make_anything_slower(sd, spikes, wrong):
     """Candidates drawn so that all are slower than native, from a hair to thirtyfold; 1,000 problems."""

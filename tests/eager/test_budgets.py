@@ -361,6 +361,7 @@ REAL = (
 VARIED = (*PROBLEMS.values(), *REAL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", PROMISED)
 @pytest.mark.parametrize("direction", list(Direction))
 def test_results_keep_to_what_the_precision_promises(precision, direction):
@@ -436,6 +437,7 @@ DETERMINISM = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("algorithm", [a for a in ALL if "cpu" in a.devices and a.automatic], ids=lambda a: a.name)
 def test_what_counts_as_deterministic_gives_the_same_bits_again(algorithm, threads):

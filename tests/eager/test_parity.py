@@ -63,6 +63,7 @@ def cases(name, keys):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_gradcheck(name):
     for operands, arguments in cases(name, DERIVATIVES):
@@ -77,6 +78,7 @@ def test_gradcheck(name):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_gradgradcheck(name):
     for operands, arguments in cases(name, SECOND_ORDER):

@@ -81,6 +81,7 @@ def test_the_three_directions_are_atens(name, layout):
             torch.library.opcheck(op, arguments, test_utils=CHEAP)
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize(
     "name",
     ["3x3", "3x3 uneven padding", "one pixel", "one channel", "1x1 stride 2", "stride 2 leaves a rest", "patch 4x4",
@@ -227,6 +228,7 @@ GRADIENTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [("im2col_gemm",) * 3, ("native", "im2col_gemm", "native"), ("", "", "")])
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_gradients_of_gradients(name, names):
