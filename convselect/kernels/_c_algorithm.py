@@ -29,12 +29,12 @@ class CAlgorithm(Algorithm):
     """The kernel's name in csrc/kernels.h; the function `<kernel>_bytes` returns the size of its scratch memory."""
     slots: tuple[str, ...]
     """Parameters in the order of the kernel's slots of `cs_conv.tune`: csrc/convselect.h."""
-    before: tuple[int, ...] = ()
+    leading_ints: tuple[int, ...] = ()
     """Integers that the kernel takes ahead of its operands."""
 
     def _in_c(self, problem: ConvProblem, params: Params = None) -> tuple[int, ...] | None:
-        """`before` for this problem; None if the kernel does not compute it."""
-        return self.before if problem.dtype != "float64" and _library.available() else None
+        """`leading_ints` for this problem; None if the kernel does not compute it."""
+        return self.leading_ints if problem.dtype != "float64" and _library.available() else None
 
     def _without_c(self, a: Tensor, b: Tensor, problem: ConvProblem, params: Params) -> Tensor:
         raise NotImplementedError(f"{self.name} does not compute {problem} without the C kernels")
@@ -49,27 +49,27 @@ class CAlgorithm(Algorithm):
         return self._in_c(problem) is not None  # a result's place in its image alone decides the order of its sum
 
     def workspace_bytes(self, problem: ConvProblem, params: Params = None) -> int:
-        before = self._in_c(problem, params)
-        if before is None:
+        leading_ints = self._in_c(problem, params)
+        if leading_ints is None:
             return self._bytes_without_c(problem, params)
         tune = in_order(params, self.slots) if params else ()
-        return _library.workspace_bytes(f"{self.kernel}_bytes", problem, before, tune)
+        return _library.workspace_bytes(f"{self.kernel}_bytes", problem, leading_ints, tune)
 
     def run(self, a: Tensor, b: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
         tune = () if params is None else self._tune(problem, params)
-        before = self._in_c(problem, params)
-        if before is None:
+        leading_ints = self._in_c(problem, params)
+        if leading_ints is None:
             return self._without_c(a, b, problem, params)
-        return _library.call(self.kernel, a, b, problem, before, tune=tune)
+        return _library.call(self.kernel, a, b, problem, leading_ints, tune=tune)
 
     def run_checked(
         self, a: Tensor, b: Tensor, problem: ConvProblem, params: Params = None, bias: Tensor | None = None
     ) -> Tensor | None:
-        before = self._in_c(problem, params)
-        if before is None:
+        leading_ints = self._in_c(problem, params)
+        if leading_ints is None:
             return super().run_checked(a, b, problem, params, bias)
         tune = () if params is None else self._tune(problem, params)
-        out, finite = _library.call_checked(self.kernel, a, b, problem, before, bias, tune=tune)
+        out, finite = _library.call_checked(self.kernel, a, b, problem, leading_ints, bias, tune=tune)
         return out if finite else None
 
     def forward(self, x: Tensor, weight: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:

@@ -114,15 +114,15 @@ class _Call(NamedTuple):
 
 
 @functools.cache
-def _function(name: str, before: int, pointers: int = 4, result: Any = ctypes.c_int32) -> Any:
+def _function(name: str, leading_ints: int, pointers: int = 4, result: Any = ctypes.c_int32) -> Any:
     """A function of the library as a separate object, whose argument types no other code sets, so that ints can be
-    passed as pointers. It takes a `cs_conv`, `before` integers and `pointers` pointers: a kernel's operands, result
-    and epilogue."""
+    passed as pointers. It takes a `cs_conv`, `leading_ints` integers and `pointers` pointers: a kernel's operands,
+    result and epilogue."""
     loaded = library()
     assert loaded is not None
     function = loaded[name]
     pointer = ctypes.c_void_p
-    function.argtypes = (pointer, *(ctypes.c_int32,) * before, *(pointer,) * pointers)
+    function.argtypes = (pointer, *(ctypes.c_int32,) * leading_ints, *(pointer,) * pointers)
     function.restype = result
     return function
 
@@ -145,7 +145,7 @@ def _conv(p: ConvProblem, a_layout: str, b_layout: str, threads: int, isa: int, 
 @functools.lru_cache(maxsize=4096)
 def _prepared(
     name: str,
-    before: int,
+    leading_ints: int,
     problem: ConvProblem,
     a_layout: str,
     b_layout: str,
@@ -157,7 +157,7 @@ def _prepared(
     first = p.y_shape if p.direction == Direction.BACKWARD_DATA else p.x_shape
     second = p.y_shape if p.direction == Direction.BACKWARD_WEIGHT else p.weight_shape
     return _Call(
-        _function(name, before),
+        _function(name, leading_ints),
         ctypes.byref(_conv(p, a_layout, b_layout, threads, isa, tune)),
         (first, second),
         p.result_shape,
@@ -211,7 +211,7 @@ def call_checked(
     a: Tensor,
     b: Tensor,
     problem: ConvProblem,
-    before: tuple[int, ...] = (),
+    leading_ints: tuple[int, ...] = (),
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     activation: str | None = None,
@@ -221,7 +221,7 @@ def call_checked(
     """Run kernel `name` on the direction's two operands.
 
     Args:
-        before: integers that the kernel takes ahead of its operands.
+        leading_ints: integers that the kernel takes ahead of its operands.
         bias, residual, activation: y becomes activation(y + bias + residual); forward only. `bias` is (K,),
             `residual` is shaped like y.
         tune: the kernel's parameters, in the order of its slots; 0 if the kernel decides.
@@ -240,7 +240,7 @@ def call_checked(
     a, a_layout = dense(a, preferred)
     b, b_layout = dense(b, preferred if p.direction == Direction.BACKWARD_WEIGHT else CONTIGUOUS)
     level = isa() if isa_level is None else isa_level
-    plan = _prepared(name, len(before), p, a_layout, b_layout, torch.get_num_threads(), level, tune)
+    plan = _prepared(name, len(leading_ints), p, a_layout, b_layout, torch.get_num_threads(), level, tune)
     dtype = plan.dtype
     if (a.shape, b.shape) != plan.operand_shapes or a.dtype != dtype or b.dtype != dtype or not (a.is_cpu and b.is_cpu):
         raise ValueError(f"{name}: operands {a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)} for {p}")
@@ -248,7 +248,7 @@ def call_checked(
     epilogue = held = None
     if bias is not None or residual is not None or activation is not None:
         epilogue, held = _epilogue(bias, residual, activation, p, plan)
-    status = plan.function(plan.conv, *before, a.data_ptr(), b.data_ptr(), out.data_ptr(), epilogue)
+    status = plan.function(plan.conv, *leading_ints, a.data_ptr(), b.data_ptr(), out.data_ptr(), epilogue)
     del held
     if status == OK:
         return out, True
@@ -268,7 +268,9 @@ def copied_bytes(problem: ConvProblem) -> int:
     return (0 if p.layout in LAYOUTS else streamed) + weight
 
 
-def workspace_bytes(query: str, problem: ConvProblem, before: tuple[int, ...] = (), tune: tuple[int, ...] = ()) -> int:
+def workspace_bytes(
+    query: str, problem: ConvProblem, leading_ints: tuple[int, ...] = (), tune: tuple[int, ...] = ()
+) -> int:
     """Memory that a call takes, in bytes, without operands and result: the kernel's scratch memory, as its query
     function returns it, and dense copies of operands.
 
@@ -276,7 +278,7 @@ def workspace_bytes(query: str, problem: ConvProblem, before: tuple[int, ...] = 
         NotImplementedError: if the kernel does not apply.
     """
     conv = _conv(problem, CONTIGUOUS, CONTIGUOUS, problem.threads, isa(), tune)
-    scratch: int = _function(query, len(before), 0, ctypes.c_int64)(ctypes.byref(conv), *before)
+    scratch: int = _function(query, len(leading_ints), 0, ctypes.c_int64)(ctypes.byref(conv), *leading_ints)
     if scratch < 0:
         raise NotImplementedError(f"{query} does not apply to {problem}")
     return scratch + copied_bytes(problem)

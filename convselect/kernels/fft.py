@@ -161,8 +161,8 @@ class FftTiled(CAlgorithm, Fft):
     def space(self, problem: ConvProblem) -> Space | None:
         if self.why_not(problem) is not None:
             return None
-        before = self._in_c(problem)
-        in_c, usual = before is not None, tile_side(problem) if before is None else before[0]
+        leading_ints = self._in_c(problem)
+        in_c, usual = leading_ints is not None, tile_side(problem) if leading_ints is None else leading_ints[0]
         tiles = sides(problem, in_c)
         if not in_c:
             # Leave out tiles that the C kernel would compute if asked for: that is another method than the default.

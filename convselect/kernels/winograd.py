@@ -80,7 +80,7 @@ class Winograd(CAlgorithm):
     def __init__(self, m: int) -> None:
         self.m = m
         self.name = f"winograd{m}"
-        self.before = (m,)
+        self.leading_ints = (m,)
 
     def _frail(self, problem: ConvProblem) -> bool:
         return self.m + max(problem.R, problem.S) - 1 >= _FRAIL_POINTS and min(problem.R, problem.S) > 1

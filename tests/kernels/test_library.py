@@ -214,7 +214,7 @@ def test_the_struct_describes_the_operands(direction, layout, seen):
     p = SEEN._replace(direction=direction)
     first, second = operands_of(p, *random_operands(p, layout, "channels_last"))
     p = p._replace(layout=layout_of(first))
-    out = _library.call("any", first, second, p, before=(4,))
+    out = _library.call("any", first, second, p, leading_ints=(4,))
     ((fields, (m, a, b, c, epilogue)),) = seen.calls
     for name in "NCHWKRSPQ":
         assert fields[name] == getattr(p, name)
