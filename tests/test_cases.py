@@ -636,6 +636,7 @@ def test_b64_conv_bn_fusion():
     torch.testing.assert_close(norm(conv(x)), want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", EVERY)
 def test_b76_weight_at_an_odd_address_and_expanded_operands(policy):
     flat = torch.randn(145)

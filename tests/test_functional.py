@@ -159,6 +159,7 @@ def test_values_and_strides_of_random_calls(call):
             assert_same_run(got, want, 2 * limit, f"auto, {name} preferred, {problem}, {consumer}")
 
 
+@pytest.mark.slow
 def test_strides_of_many_random_calls():
     """Strides alone are cheap to compare: two thousand calls, with one pixel or one channel a group among them."""
     rng, generator = random.Random(0), torch.Generator().manual_seed(0)

@@ -92,6 +92,7 @@ def test_gradgradcheck(name):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("favourite", [OTHER, "im2col_gemm"])
 def test_derivatives_of_an_automatic_choice(favourite):
     with favouring(favourite):
@@ -148,6 +149,7 @@ def transforms():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["3x3", "same, even", "groups", "1x1"])
 @pytest.mark.parametrize("name", NAMES)
 def test_function_transforms(name, key):

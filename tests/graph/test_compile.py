@@ -308,6 +308,8 @@ def test_networks_equal_eager(name, dynamic):
     stock, x = network(name)
     if dynamic:
         stock = shallow(stock)  # symbolic sizes take minutes in deep ones
+    if dynamic and name == "mobilenet_v2":
+        stock = stock[:7]  # later blocks are only wider
     reference = copy.deepcopy(stock)  # batch normalisation keeps running sums
     with favouring("direct"):
         model = converted(stock)

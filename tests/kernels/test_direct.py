@@ -174,6 +174,7 @@ def test_nan_stays_where_a_direct_sum_has_it(level, layout):
         assert torch.equal(got.isfinite(), torch.conv2d(F.pad(x, (0, 4, 3, 1)), weight).isfinite())
 
 
+@pytest.mark.slow
 @every_level
 @every_direction
 def test_scratch_is_within_the_stated_workspace(level, direction):

@@ -138,6 +138,7 @@ MEMORY = {
 }
 
 
+@pytest.mark.slow
 @DIRECTIONS
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("algorithm", [WHOLE, TILED], ids=lambda a: a.name)

@@ -208,6 +208,7 @@ MEMORY = {
 }
 
 
+@pytest.mark.slow
 @pairwise(
     {
         "direction": list(Direction),

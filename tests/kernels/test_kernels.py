@@ -121,6 +121,7 @@ problems = st.builds(
 )
 
 
+@pytest.mark.slow
 @every_algorithm
 @settings(max_examples=120, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.filter_too_much])
 @given(

@@ -368,6 +368,7 @@ def scratch_bytes() -> int:
     return _library.library().cs_scratch_bytes()
 
 
+@pytest.mark.slow
 @needs_library
 @every_kernel
 def test_scratch_memory_is_bounded_and_given_back(name, before):

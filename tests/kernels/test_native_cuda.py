@@ -148,6 +148,7 @@ def test_split_batch_parts():
         assert BY_NAME[name].why_not(huge) is not None
 
 
+@pytest.mark.slow
 @every_direction
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

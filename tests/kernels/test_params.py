@@ -161,6 +161,7 @@ def test_no_program_touches_a_byte_beside_an_operand_or_result():
             assert sum(n for case, n in ran.items() if case.startswith(name)) > 50 / 3 * levels, name
 
 
+@pytest.mark.slow
 def test_workspaces_hold_for_programs():
     """The library's scratch memory of the calling thread, and what torch allocates, while a program runs."""
     library, source, large = _library.library(), random.Random(5), 2 << 20
