@@ -508,7 +508,6 @@ def in_a_process(code, **environment):
     return result.stdout
 
 
-@pytest.mark.process
 def test_a_disk_that_is_full(path):
     """By a limit on the size of files, which needs no mount: writing fails in the middle of a transaction."""
     filled(path)
@@ -533,7 +532,6 @@ def test_a_disk_that_is_full(path):
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
 
 
-@pytest.mark.process
 def test_a_small_disk_that_is_full(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -561,7 +559,6 @@ def test_a_small_disk_that_is_full(tmp_path):
         assert store.counts()[0] % store_process.QUEUE == 0
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("what", ["folder", "file"])
 def test_a_folder_or_file_that_may_only_be_read(what, path):
     """As a user whom permissions hold back: root may write everywhere."""
@@ -590,7 +587,6 @@ def test_a_folder_or_file_that_may_only_be_read(what, path):
     assert kept_aside(path) == []
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("home", ["none", "a file", "another user's"])
 def test_without_a_usable_cache(home, tmp_path):
     cache = tmp_path / "cache"
@@ -621,13 +617,11 @@ def test_without_a_usable_cache(home, tmp_path):
     assert not cache.is_dir() or not list(cache.iterdir())
 
 
-@pytest.mark.process
 def test_the_end_of_a_process_writes_what_waits(path):
     in_a_process("store_process.remember(decided(1))", CONVSELECT_STORE=str(path))
     assert stored(path) == [decided(1)]
 
 
-@pytest.mark.process
 def test_nothing_is_left_open_or_beside_the_file(path):
     in_a_process("use()", CONVSELECT_STORE=str(path))
     assert [one.name for one in path.parent.iterdir()] == [path.name]
@@ -636,7 +630,6 @@ def test_nothing_is_left_open_or_beside_the_file(path):
 # ---- threads and forks ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.process
 def test_threads_and_forks_share_one_store(path):
     """Eight threads look up and decide while the process forks; children do the same; nothing is lost, none hangs."""
     out = in_a_process(
@@ -740,7 +733,6 @@ def test_a_thread_that_waits_for_the_store_does_not_stop_others_for_long(path, m
     holder.close()
 
 
-@pytest.mark.process
 def test_two_processes_that_find_one_damaged_file_keep_it_once(path):
     noise(path)
     code = "with Saying() as warned:\n    use(5)\nprint(len(warned.said))"
