@@ -62,7 +62,7 @@ def _names(function, namespace: dict, seen: set) -> set[str]:
 
 
 def pytest_collection_modifyitems(items):
-    """Tests that start Python themselves, through a helper of their module or through a fixture are marked `process`."""
+    """What starts Python, by itself, a helper of its module or a fixture, is marked `process`."""
     known: dict = {}
     for item in items:
         fixtures = (one.func for found in item._fixtureinfo.name2fixturedefs.values() for one in found)
