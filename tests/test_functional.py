@@ -713,7 +713,6 @@ def python(code, **environment):
     return result.stdout
 
 
-@pytest.mark.process
 def test_environment_sets_the_policy():
     code = """
         import torch, convselect
@@ -867,7 +866,6 @@ def test_eight_threads(monkeypatch):
         assert len(plans) <= 16
 
 
-@pytest.mark.process
 def test_fork():
     """A forked child has working caches, also when another thread of the parent held their locks. (Fresh process: a
     parent that has run OpenMP threads cannot fork, with or without us.)"""

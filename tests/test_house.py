@@ -59,7 +59,6 @@ def test_names_are_unique_and_native_is_first():
     assert ALL[0].name == "native"
 
 
-@pytest.mark.process
 def test_importing_is_light():
     code = (
         "import sys, convselect; "
@@ -73,7 +72,6 @@ def test_importing_is_light():
     assert out.stdout.strip() == "[]"
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("name", ["kernels", "model"])
 def test_the_links_at_the_top_are_for_readers(name):
     link = PACKAGE.parent / name
