@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import types
 
 import pytest
 import torch
@@ -43,3 +44,31 @@ def _same_start():
     torch.manual_seed(0)
     yield
     torch.set_num_threads(threads)
+
+
+def _names(function, namespace: dict, seen: set) -> set[str]:
+    """The names that a function's code mentions, and those that functions of its own module do which it mentions."""
+    codes, found = [function.__code__], set()
+    while codes:
+        code = codes.pop()
+        found |= {*code.co_names}
+        codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    for name in found - seen:
+        helper = namespace.get(name)
+        seen.add(name)
+        if isinstance(helper, types.FunctionType) and helper.__globals__ is namespace:
+            found |= _names(helper, namespace, seen)
+    return found
+
+
+def pytest_collection_modifyitems(items):
+    """What starts Python, by itself, a helper of its module or a fixture, is marked `process`."""
+    known: dict = {}
+    for item in items:
+        fixtures = (one.func for found in item._fixtureinfo.name2fixturedefs.values() for one in found)
+        for function in (item.function, *fixtures):
+            if function.__module__ == item.module.__name__ and function not in known:
+                names = _names(function, vars(item.module), set())
+                known[function] = not names.isdisjoint({"subprocess", "multiprocessing", "fresh", "in_a_process"})
+            if known.get(function):
+                item.add_marker("process")

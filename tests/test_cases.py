@@ -707,7 +707,6 @@ def test_b69_first_call_of_a_shape_inside_a_cuda_graph(policy):
     assert relative_error(y.cpu(), want.detach().cpu()) <= 1e-3
 
 
-@pytest.mark.process
 def test_b71_importing_and_building_starts_no_threads_and_a_fork_after_use_works():
     """A process that has run OpenMP threads cannot fork, with or without us; so we must not run any unasked."""
     code = textwrap.dedent(
@@ -762,7 +761,6 @@ with Store(path) as store:
 """
 
 
-@pytest.mark.process
 def test_b72_eight_writers_one_of_them_killed(tmp_path):
     """No entry lost, none half written; what is then damaged or foreign is refused, not read."""
     path = tmp_path / "times.sqlite"
@@ -787,7 +785,6 @@ def test_b72_eight_writers_one_of_them_killed(tmp_path):
             store.rows()
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("home", ["missing", "a file", "unset"])
 def test_b73_the_layer_works_without_a_usable_folder_of_the_user(home, tmp_path):
     """Read-only disks are made here as folders that cannot be: root may write everywhere else."""

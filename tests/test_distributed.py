@@ -32,7 +32,7 @@ from torch import nn
 torch.set_num_threads(1)
 import convselect
 from convselect.model import loaded
-from convselect.eager import dispatch
+from convselect.eager import resolve
 from _parity import favouring
 rank = int(os.environ["RANK"])
 dist.init_process_group("gloo", timeout=timedelta(seconds=120))
@@ -79,7 +79,6 @@ def ranks(code: str, tmp_path: Path, world: int = 2, **environment: str) -> list
 # ---- training on two ranks --------------------------------------------------------------------------------------
 
 
-@pytest.mark.process
 def test_distributed_data_parallel(tmp_path):
     """As the stock model: gradients, their strides, and not one warning more (bucket views want aten's strides)."""
     out = ranks(
@@ -129,7 +128,6 @@ def test_distributed_data_parallel(tmp_path):
     assert [text.split() for text in out] == [["done"], ["done"]]
 
 
-@pytest.mark.process
 def test_fully_sharded(tmp_path):
     """FSDP2 (a DTensor per parameter) and FSDP1 (views into one flat parameter, at any offset) train as the stock
     model."""
@@ -205,7 +203,6 @@ def everyone(value):
 """
 
 
-@pytest.mark.process
 def test_all_ranks_choose_as_rank_0_does(tmp_path):
     """Two ranks with different models and defaults: different choices; after `same_choices` rank 0's on both, also
     after the model was unloaded; after `own_choices` each its own again."""
@@ -244,7 +241,6 @@ assert everyone(chosen())[0] == everyone(chosen())[1]
     )
 
 
-@pytest.mark.process
 def test_rank_0_without_a_model_makes_all_native(tmp_path):
     artifact = next((Path(convselect.__file__).parent / "model" / "artifacts").glob("cpu-x86-avx*.npz"))
     ranks(
@@ -308,7 +304,6 @@ class Images(torch.utils.data.Dataset):
         return self.layer(self.images[i])
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_data_loader_workers(method, tmp_path):
     """In a fresh process: one that has run OpenMP threads cannot fork, with or without us."""

@@ -713,11 +713,10 @@ def python(code, **environment):
     return result.stdout
 
 
-@pytest.mark.process
 def test_environment_sets_the_policy():
     code = """
         import torch, convselect
-        from convselect.eager import dispatch
+        from convselect.eager import plan as eager_plan
         ran = []
         original = eager_plan.execute
         eager_plan.execute = lambda choice, *rest: (ran.append(choice.algorithm), original(choice, *rest))[1]
@@ -725,7 +724,7 @@ def test_environment_sets_the_policy():
         layer(torch.randn(1, 3, 8, 8)).sum().backward()
         with convselect.use("native"):
             layer(torch.randn(1, 3, 8, 8)).sum().backward()
-        print(*ran, convselect.base.settings.current().precision, plans.capacity)
+        print(*ran, convselect.base.settings.current().precision, eager_plan.plans.capacity)
     """
     out = python(code, CONVSELECT_POLICY="im2col_gemm", CONVSELECT_PRECISION="exact", CONVSELECT_CACHE_ENTRIES="77")
     assert out.split() == ["im2col_gemm", "im2col_gemm", "exact", "77"]
@@ -867,7 +866,6 @@ def test_eight_threads(monkeypatch):
         assert len(plans) <= 16
 
 
-@pytest.mark.process
 def test_fork():
     """A forked child has working caches, also when another thread of the parent held their locks. (Fresh process: a
     parent that has run OpenMP threads cannot fork, with or without us.)"""
@@ -877,7 +875,8 @@ def test_fork():
         import torch
         torch.set_num_threads(1)
         import convselect
-        from convselect.eager import dispatch
+        from convselect.eager import resolve
+        from convselect.eager.plan import plans
         from convselect.model import loaded
         warnings.simplefilter("ignore")
         x, weight = torch.randn(1, 3, 8, 8), torch.randn(4, 3, 3, 3)

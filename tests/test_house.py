@@ -59,7 +59,6 @@ def test_names_are_unique_and_native_is_first():
     assert ALL[0].name == "native"
 
 
-@pytest.mark.process
 def test_importing_is_light():
     code = (
         "import sys, convselect; "

@@ -175,7 +175,6 @@ def test_copy_and_pickle_after_use():
         both(stock, mine, x)
 
 
-@pytest.mark.process
 def test_whole_model_from_a_fresh_process(tmp_path, favourite):
     only_once(favourite)
     model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 1))
@@ -749,7 +748,6 @@ def test_export():
 # ---- distributed --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.process
 def test_distributed_data_parallel(tmp_path, favourite):
     """World of one over gloo: same gradients as the stock model, no warning that it does not give."""
     only_once(favourite)

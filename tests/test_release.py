@@ -71,7 +71,6 @@ def tracked() -> set[str]:
     return {name for name in done.stdout.split("\0") if name and os.path.lexists(ROOT / name)}
 
 
-@pytest.mark.process
 def test_the_source_distribution_is_the_repository(tracked, tmp_path):
     pytest.importorskip("setuptools")
     tree = tmp_path / "tree"

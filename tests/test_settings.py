@@ -39,7 +39,6 @@ def in_a_process(**variables: str) -> str:
     return fresh.run(["-c", code], env=env, check=True).stdout
 
 
-@pytest.mark.process
 def test_the_environment_sets_the_defaults():
     found = parse(
         in_a_process(
@@ -110,7 +109,6 @@ def test_budgets_tell_apart_what_allows_different_choices_and_nothing_else():
     assert len(lines) == 6
 
 
-@pytest.mark.process
 def test_verify_is_the_default_where_nobody_says_otherwise():
     env = {name: value for name, value in os.environ.items() if not name.startswith("CONVSELECT_")}
     code = "import convselect; print(convselect.base.settings.current().policy)"

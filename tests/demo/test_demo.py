@@ -27,10 +27,7 @@ from convselect.doctor import compare
 from convselect.kernels.pool import ALL
 
 # On a machine no model was trained for everything here must hold as well, with native throughout.
-pytestmark = [
-    pytest.mark.process,
-    pytest.mark.filterwarnings("ignore:.*there is no trained model:convselect.ConvselectWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:.*there is no trained model:convselect.ConvselectWarning")
 
 RATIO = Ratio(0.5, 0.4, 0.6)
 

@@ -43,7 +43,6 @@ def advice(report, level):
     return [one["text"] for one in report["advice"] if one["level"] == level]
 
 
-@pytest.mark.process
 def test_healthy(ask, tmp_path):
     status, report = ask()
     assert (status, report["status"]) == (0, 0), report["advice"]
@@ -65,7 +64,6 @@ def test_healthy(ask, tmp_path):
     assert not (tmp_path / "cache").exists()  # looking begins no file
 
 
-@pytest.mark.process
 def test_it_prints(ask):
     status, text = ask(raw=True, CONVSELECT_POLICYY="auto")
     assert status == 1
@@ -74,7 +72,6 @@ def test_it_prints(ask):
     assert "Do you mean CONVSELECT_POLICY " in text
 
 
-@pytest.mark.process
 def test_without_the_c_kernels(ask):
     status, report = ask(CONVSELECT_NO_NATIVE="1")
     assert status == 1
@@ -89,7 +86,6 @@ def test_without_the_c_kernels(ask):
     }
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("library", ["missing", "not a library"])
 def test_a_library_that_cannot_be_loaded(ask, tmp_path, library):
     path = tmp_path / "lib.so"
@@ -100,7 +96,6 @@ def test_a_library_that_cannot_be_loaded(ask, tmp_path, library):
     assert str(path) in report["library"]["why_not"]
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("damage", ["missing", "cut", "noise"])
 def test_a_damaged_artifact_is_broken(ask, tmp_path, damage):
     path = tmp_path / "mine.npz"
@@ -116,7 +111,6 @@ def test_a_damaged_artifact_is_broken(ask, tmp_path, damage):
     assert report["advice"][0]["level"] == "broken"
 
 
-@pytest.mark.process
 def test_an_algorithm_that_has_changed_since_training_is_named(ask, tmp_path):
     predictor = Predictor.load(next(ARTIFACTS.glob("cpu-*-c.npz")))
     then = BY_NAME["winograd4"].revision - 1
@@ -129,7 +123,6 @@ def test_an_algorithm_that_has_changed_since_training_is_named(ask, tmp_path):
     assert any("is a model of elsewhere" in text for text in advice(report, "note"))
 
 
-@pytest.mark.process
 def test_a_misspelt_variable_is_pointed_out(ask):
     status, report = ask(
         CONVSELECT_PRECISON="fast", CONVSELECT_XYZZY="1", CONVSELECT_LOG="loud", CONVSELECT_DISABLE="foo"
@@ -142,14 +135,12 @@ def test_a_misspelt_variable_is_pointed_out(ask):
     assert "CONVSELECT_DISABLE names foo" in said
 
 
-@pytest.mark.process
 def test_a_policy_that_names_nothing_is_broken(ask):
     status, report = ask(CONVSELECT_POLICY="winogard4")
     assert status == 2
     assert "Do you mean winograd4?" in advice(report, "broken")[0]
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("content", ["noise", "{}"])
 def test_a_damaged_calibration_is_broken(ask, tmp_path, content):
     (tmp_path / "c.json").write_text(content)
@@ -158,7 +149,6 @@ def test_a_damaged_calibration_is_broken(ask, tmp_path, content):
     assert any("convselect calibrate" in text for text in advice(report, "broken"))
 
 
-@pytest.mark.process
 def test_the_calibration_of_another_machine_is_left_out(ask, tmp_path):
     written = {"fingerprint": "another", "artifact": "x", "digest": "y", "bias": {}, "problems": 3}
     (tmp_path / "c.json").write_text(json.dumps(written))
@@ -168,7 +158,6 @@ def test_the_calibration_of_another_machine_is_left_out(ask, tmp_path):
     assert "another machine" in report["calibration"]["why_not"]
 
 
-@pytest.mark.process
 def test_the_store(ask, tmp_path):
     assert ask(CONVSELECT_STORE="off")[0] == 0  # somebody's decision
     (tmp_path / "folder").mkdir()
@@ -198,7 +187,6 @@ def test_a_wrong_algorithm_is_found(monkeypatch):
     assert "broken: Wrong results" in str(found)
 
 
-@pytest.mark.process
 def test_a_busy_process_is_named(monkeypatch):
     busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     # However busy the machine is, this one alone is looked at.

@@ -330,7 +330,6 @@ def test_frozen_models_leave_it_out():
     assert {name for row in report.inputs for name in row.chosen.values()} <= {"native", "onednn_packed"}
 
 
-@pytest.mark.process
 def test_the_environment_variable():
     code = (
         "import torch, convselect; from convselect.explain import explain_problem; "

@@ -292,7 +292,6 @@ def _in_child(queue) -> None:
     queue.put(on_trial()[0].choice.algorithm)
 
 
-@pytest.mark.process
 def test_a_fork_while_a_trial_is_held_does_not_stop_it_in_the_child(race):
     with torch.no_grad():
         convselect.conv2d(X, torch.ones(4, 4, 3, 3), padding=1)

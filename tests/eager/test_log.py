@@ -95,7 +95,6 @@ def test_nothing_is_made_where_nobody_listens(monkeypatch):
     log.settled(PROBLEM, "fft", 1.5, 12, "clearly best")
 
 
-@pytest.mark.process
 def test_the_variable_installs_one_handler(tmp_path):
     line = re.compile(r'^convselect: \w+ from \w+.*: convselect bench "forward N=1 C=32 .*"$')
     assert run(CHOOSE).stderr == ""
@@ -108,7 +107,6 @@ def test_the_variable_installs_one_handler(tmp_path):
     assert len(path.read_text().splitlines()) == 2
 
 
-@pytest.mark.process
 def test_a_program_that_logs_gets_each_line_once():
     own = "import logging; logging.basicConfig(level=logging.{}, format='own %(name)s %(message)s')\n"
     for level, variables in (("WARNING", {"CONVSELECT_LOG": "info"}), ("INFO", {})):
@@ -120,7 +118,6 @@ def test_a_program_that_logs_gets_each_line_once():
     assert told.startswith("convselect: ")
 
 
-@pytest.mark.process
 def test_what_cannot_be_done_is_one_warning(tmp_path):
     before = list(log.logger.handlers)
     for value in ("loud", str(tmp_path / "missing" / "run.log")):

@@ -73,7 +73,6 @@ def native(tmp_path_factory):
     return run("native", tmp_path_factory.mktemp("native"))
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("policy", ["auto", "verify"])
 def test_a_thousand_shapes(policy, native, tmp_path):
     ours = run(policy, tmp_path)
@@ -93,7 +92,6 @@ def test_a_thousand_shapes(policy, native, tmp_path):
     assert late < 3 * early
 
 
-@pytest.mark.process
 def test_a_small_cache_forgets_and_stays_small(tmp_path):
     found = run("auto", tmp_path, CONVSELECT_CACHE_ENTRIES="64")
     assert found["choices"] <= 64
@@ -101,7 +99,6 @@ def test_a_small_cache_forgets_and_stays_small(tmp_path):
     assert found["rss"][-1] - found["rss"][4] < 24 * 2**20
 
 
-@pytest.mark.process
 def test_what_a_shape_was_found_to_want_is_not_measured_again(tmp_path):
     program = PROGRAM.replace("range(1000)", "range(12)").replace("1, 8, h, w", "1, 8, h // 2, w // 2").replace(
         'print(json', """

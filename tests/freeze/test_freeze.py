@@ -335,7 +335,6 @@ def test_autocast_and_functional_transforms_run_the_original():
     assert str(inspect.signature(model.forward)).startswith("(input")
 
 
-@pytest.mark.process
 def test_without_the_c_library():
     code = (
         "import torch, convselect; from torch import nn; torch.manual_seed(0);"

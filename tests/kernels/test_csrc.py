@@ -285,7 +285,6 @@ def test_the_library_exports_its_interface_and_needs_neither_torch_nor_python(bu
 # ---- installing -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.process
 def test_source_and_binary_distributions_hold_the_sources(tree):
     sources = {path.name for path in _guarded.CSRC.iterdir()}
     command(sys.executable, "setup.py", "sdist", "bdist_wheel", cwd=tree)
@@ -321,7 +320,6 @@ print(convselect.__file__)
 """
 
 
-@pytest.mark.process
 def test_without_a_working_compiler_the_package_installs_and_works(tmp_path):
     pytest.importorskip("setuptools")
     tree = copy_of_sources(tmp_path)
@@ -335,12 +333,10 @@ def test_without_a_working_compiler_the_package_installs_and_works(tmp_path):
     assert Path(done.stdout.strip()).is_relative_to(tree)
 
 
-@pytest.mark.process
 def test_switched_off_the_package_works(built):
     command(sys.executable, "-c", USE, CONVSELECT_NO_NATIVE="1", CONVSELECT_LIBRARY=str(built), PYTHONPATH=str(ROOT))
 
 
-@pytest.mark.process
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_the_makefile_builds_what_changed(tmp_path):
     def asked(*changed: str) -> str:

@@ -186,7 +186,6 @@ def shared_out() -> str:
     return digest.hexdigest()
 
 
-@pytest.mark.process
 def test_the_same_bits_from_however_many_threads_are_delivered():
     digests = set()
     for limit in ("1", "2", "3"):

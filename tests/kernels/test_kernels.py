@@ -265,7 +265,6 @@ def test_spreads_nonfinite_is_declared(algorithm):
         assert not kept, "this test can no longer tell"
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_strided_1x1_weight_gradient_does_not_overrun(layout):
     """oneDNN corrupts the heap here in channels_last; glibc's checking allocator notices. Every algorithm must step

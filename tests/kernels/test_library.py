@@ -80,7 +80,6 @@ def check(got: torch.Tensor, name: str, before: tuple[int, ...], p, operands) ->
 # ---- loading ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.process
 @pytest.mark.parametrize(
     ("environment", "available"),
     [
@@ -107,7 +106,6 @@ def test_a_library_of_another_version_is_not_used(monkeypatch):
         _library.library.cache_clear()
 
 
-@pytest.mark.process
 @needs_library
 def test_importing_loads_nothing():
     code = "import convselect; from convselect.kernels import _library; print(_library.library.cache_info().currsize)"
@@ -311,7 +309,6 @@ def test_a_kernel_that_fails_is_an_error(seen):
 # ---- threads ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.process
 @needs_library
 @every_kernel
 def test_any_number_of_threads_is_right_and_the_same_every_time(name, before, nan_memory):
@@ -323,7 +320,6 @@ def test_any_number_of_threads_is_right_and_the_same_every_time(name, before, na
             assert all(torch.equal(first, other) for other in others), f"{p}, {threads} threads"
 
 
-@pytest.mark.process
 @needs_library
 def test_how_many_threads_are_delivered_changes_no_bit():
     """OpenMP may deliver fewer threads than were asked for."""
@@ -406,7 +402,6 @@ def test_workspace_covers_scratch_memory():
     assert measured
 
 
-@pytest.mark.process
 @needs_library
 def test_threads_that_end_leave_no_memory_behind():
     code = """
@@ -445,7 +440,6 @@ def test_threads_that_end_leave_no_memory_behind():
 # ---- the process around it --------------------------------------------------------------------------------------
 
 
-@pytest.mark.process
 @needs_library
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 @pytest.mark.parametrize("threads_before", [1, 2])
@@ -471,7 +465,6 @@ def test_a_forked_child_can_go_on_with_one_thread(threads_before):
     assert python(code).strip() == "[0, 0, 0]"
 
 
-@pytest.mark.process
 @needs_library
 def test_denormals_stay():
     """Loading or running a library must not switch them off for the thread, as those linked with -ffast-math do."""

@@ -244,13 +244,19 @@ def test_flags_are_restored_and_held_by_one_thread_at_a_time():
     assert (torch._C._get_cudnn_benchmark(), torch._C._get_cudnn_enabled()) == before
 
 
-def test_the_switches_that_a_convolution_depends_on(monkeypatch):
+def test_the_switches_that_a_convolution_depends_on():
     """Eager calls and operators make a new plan if one of them changes."""
     assert dispatch._cuda_flags is graph_run._cuda_flags is _cuda_flags
     before = _cuda_flags.state()
-    for i, name in enumerate(("enabled", "benchmark", "deterministic")):
-        monkeypatch.setattr(torch.backends.cudnn, name, not before[i])
-        assert [now != was for now, was in zip(_cuda_flags.state(), before, strict=True)] == [j <= i for j in range(4)]
+    switches = (torch._C._set_cudnn_enabled, torch._C._set_cudnn_benchmark, torch._C._set_cudnn_deterministic)
+    try:
+        for i, switch in enumerate(switches):
+            switch(not before[i])
+            changed = [now != was for now, was in zip(_cuda_flags.state(), before, strict=True)]
+            assert changed == [j <= i for j in range(4)]
+    finally:
+        for switch, value in zip(switches, before, strict=False):
+            switch(value)
     get, put = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
     kept = [(what, get("cuda", what)) for what in ("conv", "rnn")]
     try:

@@ -69,7 +69,6 @@ def test_impossible_launches_are_refused(changes, reason):
         Launch(**{**given, **changes})
 
 
-@pytest.mark.process
 def test_equal_launches_are_one_key_here_and_in_other_processes():
     same = Launch("_tiny_kernels", "product", (4, 1, 1), ("float16",) * 3, (("N", 32), ("K", 16), ("BLOCK", 32)), 1)
     assert same == ADD
@@ -166,7 +165,6 @@ def fresh(code: str) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.process
 def test_without_triton_everything_else_works():
     out = fresh("""
         import sys
@@ -372,7 +370,6 @@ def test_modules_are_loaded_in_a_way_that_spoils_no_capture(monkeypatch):
         pass
 
 
-@pytest.mark.process
 def test_an_ending_process_does_not_wait_for_what_is_queued():
     out = fresh("""
         import threading, time, torch

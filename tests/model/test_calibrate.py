@@ -185,7 +185,6 @@ def test_a_foreign_model_is_better_with_a_few_problems_of_here():
     assert after["slower_than_native_share"] < 0.1
 
 
-@pytest.mark.process
 def test_the_command(tmp_path):
     line = ["-m", "convselect.cli.main", "calibrate", "--seconds", "1", "--dry-run"]
     # One thread: beside other tests, waiting for a second one would be taken for a bad timer.

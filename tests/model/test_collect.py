@@ -218,7 +218,6 @@ def command(*arguments, **options):
     return fresh.run(["-m", "convselect.cli.main", *map(str, arguments)], **options)
 
 
-@pytest.mark.process
 def test_the_command_measures_goes_on_and_trains(tmp_path: Path):
     layers, out = tmp_path / "layers.csv", tmp_path / "s.sqlite"
     layers.write_text(LAYERS)
@@ -246,7 +245,6 @@ def test_the_command_measures_goes_on_and_trains(tmp_path: Path):
     assert "not on cpu-of-another-kind" in refused.stderr
 
 
-@pytest.mark.process
 def test_the_command_measures_a_models_own_calls(tmp_path: Path):
     (tmp_path / "mine.py").write_text(
         "from torch import nn\n\ndef net():\n    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 1))\n"
@@ -260,7 +258,6 @@ def test_the_command_measures_a_models_own_calls(tmp_path: Path):
     assert "4 problems measured" in done.stdout
 
 
-@pytest.mark.process
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -279,7 +276,6 @@ def test_the_command_refuses_with_one_line(tmp_path, arguments, message):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "killed"])
 def test_a_stopped_command_can_be_gone_on_with(tmp_path, how):
     (tmp_path / "layers.csv").write_text(LAYERS)
@@ -310,7 +306,6 @@ def test_a_stopped_command_can_be_gone_on_with(tmp_path, how):
     assert len(before) > 20
 
 
-@pytest.mark.process
 def test_the_commands_own_workers_keep_malloc_as_it_is(tmp_path):
     pytest.importorskip("distributed")
     (tmp_path / "layers.csv").write_text(LAYERS)

@@ -300,7 +300,6 @@ def command(*arguments):
     return fresh.run(["-m", "convselect.cli.main", "evaluate", *map(str, arguments)])
 
 
-@pytest.mark.process
 def test_the_command_judges_selectors_and_draws(tmp_path):
     pytest.importorskip("matplotlib")
     times = write(tmp_path / "times.csv", synthetic(200))
@@ -321,7 +320,6 @@ def test_the_command_judges_selectors_and_draws(tmp_path):
     assert {p.stem for p in (tmp_path / "plots").glob("*.png")} == names
 
 
-@pytest.mark.process
 def test_the_command_says_how_well_runtimes_are_predicted(tmp_path):
     pytest.importorskip("sklearn")
     times = write(tmp_path / "times.csv", synthetic(120))
@@ -333,7 +331,6 @@ def test_the_command_says_how_well_runtimes_are_predicted(tmp_path):
     assert done.stdout.count("mlp, runtime of ") == 3
 
 
-@pytest.mark.process
 def test_the_command_judges_an_artifact(tmp_path):
     times = write(tmp_path / "times.csv", synthetic(200))
     train.train([times], "cpu-x86-avx2", tmp_path, QUICK, n_folds=2)
@@ -345,7 +342,6 @@ def test_the_command_judges_an_artifact(tmp_path):
     assert command(times, "--artifact", tmp_path / "times.csv").returncode == 2
 
 
-@pytest.mark.process
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -263,7 +263,6 @@ def test_the_end_of_a_process_writes_what_waits(path):
     assert stored(path) == [decided(1)]
 
 
-@pytest.mark.process
 def test_nothing_is_left_open_or_beside_the_file(path):
     in_a_process("use()", CONVSELECT_STORE=str(path))
     assert [one.name for one in path.parent.iterdir()] == [path.name]

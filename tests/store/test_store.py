@@ -148,7 +148,6 @@ def writer(path, first, count):
     )  # fmt: skip
 
 
-@pytest.mark.process
 def test_processes_write_side_by_side(tmp_path):
     path = tmp_path / "s.sqlite"
     writers = [writer(path, 100 * i, 25) for i in range(3)]
@@ -160,7 +159,6 @@ def test_processes_write_side_by_side(tmp_path):
         assert len(store.rows()) == 3 * 25 * 20
 
 
-@pytest.mark.process
 def test_a_killed_writer_leaves_whole_problems(tmp_path):
     path = tmp_path / "s.sqlite"
     process = writer(path, 0, 10**6)

@@ -25,8 +25,6 @@ from convselect.measure.rows import Row
 from convselect.store import file as store_file
 from convselect.store.store import Decision, Store
 
-pytestmark = pytest.mark.process
-
 OPERATIONS = int(os.environ.get("CONVSELECT_TEST_OPERATIONS", 700))
 WORKERS = 8
 BATCH = 4

@@ -266,7 +266,6 @@ def process(code: str, store: Path, rows: str = "[1, 2, 4]") -> str:
     return run.stdout
 
 
-@pytest.mark.process
 def test_the_next_process_runs_what_was_tuned(tmp_path):
     store = tmp_path / "store.sqlite"
     process(KEEP, store)
@@ -278,7 +277,6 @@ def test_the_next_process_runs_what_was_tuned(tmp_path):
         assert ran == [{"rows": 4}]
 
 
-@pytest.mark.process
 def test_parameters_that_are_no_longer_valid_are_not_used(tmp_path):
     store = tmp_path / "store.sqlite"
     process(KEEP, store)
@@ -345,7 +343,6 @@ def test_interrupted_it_keeps_what_was_found(own_store, monkeypatch):
         assert [s.decision.source for s in kept.decisions()] == ["tune"]
 
 
-@pytest.mark.process
 def test_targets(tmp_path):
     from convselect.cli import tune
 
