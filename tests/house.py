@@ -8,6 +8,7 @@ that the first call of a converted layer, and a later one, pass through.
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import os
 import subprocess
@@ -25,6 +26,7 @@ ORDER = (
 """A room imports only what stands to the right of it."""
 
 
+@functools.cache
 def modules() -> dict[str, Path]:
     """Dotted name -> file."""
     found = {}
@@ -39,6 +41,7 @@ def room(module: str) -> str:
     return module.split(".")[1] if "." in module else module
 
 
+@functools.cache
 def imports() -> set[tuple[str, str]]:
     """(module, module that it imports), anywhere in its source."""
     files = modules()

@@ -461,6 +461,7 @@ def direct_examples():
     return found
 
 
+@pytest.mark.slow
 def test_predictions_for_the_c_kernel_are_valid_and_run(tmp_path, direct_examples):
     direct, p = BY_NAME["direct"], direct_examples[3].problem
     train_parameters(
@@ -474,6 +475,7 @@ def test_predictions_for_the_c_kernel_are_valid_and_run(tmp_path, direct_example
     torch.testing.assert_close(found, torch.conv2d(x, weight, padding=p.pad_top), rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_commands(tmp_path, direct_examples):
     recorded = []
     for one in direct_examples:

@@ -81,6 +81,7 @@ def test_the_command_compares_on_any_file(tmp_path):
     assert 0 < figures["reach"] <= 1
 
 
+@pytest.mark.slow
 def test_the_first_trials_of_a_long_search_are_those_of_a_short_one():
     one = recorded(problems()[0], 80)
     long = search.curve(one, "evolution", 40, 0, 8, "lightgbm")
@@ -117,6 +118,7 @@ def test_programs_of_a_list_of_layers_are_recorded_beside_their_defaults(tmp_pat
     assert {p.algorithm for one in recorded for p in one.measured} <= {"native", "direct", "depthwise"}
 
 
+@pytest.mark.slow
 def test_replay_finds_what_was_recorded():
     of = [recorded(p, 150, seed=i) for i, p in enumerate(problems()[:2])]
     search = Tuning(replayed(of), Replay(of), model=CostModel(trees=60), batch=8)

@@ -60,6 +60,7 @@ def test_those_that_declare_it_are_known():
     assert "native" not in DECLARED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("name", DECLARED)
 def test_what_declares_it_gives_each_image_its_bits(name, threads):

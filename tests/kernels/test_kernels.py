@@ -91,6 +91,7 @@ def test_agrees_with_reference(algorithm, direction, dtype, nan_memory):
         assert any(ran), f"{algorithm.name} applies to nothing in {direction}, {dtype}"
 
 
+@pytest.mark.slow
 @every_direction
 @every_algorithm
 def test_any_strides(algorithm, direction, nan_memory):
@@ -159,6 +160,7 @@ LARGER = {
 }
 
 
+@pytest.mark.slow
 @every_direction
 @every_algorithm
 def test_workspace_is_an_upper_bound(algorithm, direction):
@@ -173,6 +175,7 @@ def test_workspace_is_an_upper_bound(algorithm, direction):
                 assert measured <= stated, f"{name} {layout}: {measured / 2**20:.2f} of {stated / 2**20:.2f} MiB"
 
 
+@pytest.mark.slow
 @every_direction
 @every_algorithm
 def test_error_grade_is_what_it_says(algorithm, direction):

@@ -81,6 +81,7 @@ def test_there_are_algorithms_with_parameters():
         assert {problem.direction for algorithm, problem in cases() if algorithm == name} == set(Direction)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "problem"), cases(), ids=str)
 def test_every_value_of_every_parameter_is_right(name, problem):
     a, b = operands(problem)
