@@ -202,7 +202,7 @@ def _row(layer: str, problem: ConvProblem, used: Settings) -> Row:
         choice.algorithm,
         choice.source,
         probability,
-        choice.predicted_gain,
+        choice.gain,
         reasons(problem, choice, used, prediction),
         None if choice.params is None else dict(choice.params),
         predicted,

@@ -206,7 +206,7 @@ def _choices(layers: dict[str, Any]) -> tuple[tuple[LayerChoice, ...], tuple[Lay
                 on_trial.append(LayerChoice(names, problem, "trial", ("native", *choice.trial.live), None))
             choice = choice.choice
         if names and choice is not None and choice.source in _MEASURED:
-            measured.append(LayerChoice(names, problem, choice.source, (choice.algorithm,), choice.predicted_gain))
+            measured.append(LayerChoice(names, problem, choice.source, (choice.algorithm,), choice.gain))
     return tuple(dict.fromkeys(on_trial)), tuple(dict.fromkeys(measured))
 
 

@@ -70,6 +70,12 @@ def on_clear(forget: Callable[[], object]) -> None:
     _on_clear.append(forget)
 
 
+def forget_entries() -> None:
+    """Empty every LRU: plans and choices are made anew."""
+    for lru in list(_ALL):
+        lru.clear()
+
+
 def clear() -> None:
     """Forget all plans, choices and failures of this process."""
     for forget in _on_clear:

@@ -32,6 +32,11 @@ class Clock(NamedTuple):
 SYSTEM_CLOCK = Clock(time.perf_counter_ns, time.thread_time_ns)
 
 
+def computed_us() -> float:
+    """CPU time that all threads of this process have used so far, in us."""
+    return time.process_time_ns() / 1e3
+
+
 class Deadline:
     """A stretch of wall-clock time that begins now. `seconds=None` never ends."""
 

@@ -16,6 +16,10 @@ ASKED_FROM_BYTES = 16 * 2**20
 """Workspaces up to this size are always allowed; only for larger ones the free memory is looked up (50 us)."""
 
 
+distrusted: dict[str, str] = {}
+"""Algorithms that gave a wrong result in this process -> a sentence about it. They are never chosen again."""
+
+
 class Shortage(str):
     """A refusal because too little memory is free. That is usually temporary."""
 
@@ -27,6 +31,8 @@ def refusal(algorithm: Algorithm, problem: ConvProblem, settings: Settings) -> s
     imprecise, too much memory. A `Shortage` if only the memory that is free just now is too little."""
     if not algorithm.automatic:
         return f"{algorithm.name} runs only when asked for by name."
+    if algorithm.name in distrusted:
+        return distrusted[algorithm.name]
     reason = algorithm.why_not(problem) or algorithm.same_as_native(problem)
     return over_budget(algorithm, problem, settings) if reason is None else reason
 

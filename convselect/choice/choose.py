@@ -12,6 +12,7 @@ from convselect.base.problem import ConvProblem
 from convselect.base.settings import CHOOSING, Settings
 from convselect.choice.budgets import NATIVE as NATIVE
 from convselect.choice.budgets import Shortage, check_disabled, refusal
+from convselect.choice.trial import Measured
 from convselect.kernels._contract import Algorithm, NotApplicable
 from convselect.kernels.pool import BY_NAME
 
@@ -19,7 +20,7 @@ NOMINATED = 3
 """Candidates of a trial, besides native."""
 NOMINATION_GAP = math.log(1.3)
 """How much slower than the best an algorithm may be predicted to be and still be a candidate."""
-NOMINATION_LEAST = -0.15
+NOMINATION_LEAST = -0.1
 """Least predicted ln(t_native / t) of a candidate."""
 
 
@@ -30,8 +31,10 @@ class Choice:
     Attributes:
         source: "forced", "memory" (a graph names it), "store", "model", "fallback", or "verify" or "measure" (timed in
             this process).
-        predicted_gain: speed relative to native, as the model predicts or as timed calls have shown; 1.0 for native,
-            None if there was neither.
+        predicted_gain: speed relative to native, as the model predicts, with what was learnt since; 1.0 for native, None
+            if the model was not asked.
+        measured: what timed calls have shown of it: number, median and spread of the speed relative to native; None if
+            nothing was timed, and for native.
         probability: the model's probability for this algorithm; None unless the model was asked.
         memory_limited: whether something ranked higher was left out only because too little memory was free. That is
             usually temporary, so such a choice is not stored.
@@ -45,6 +48,12 @@ class Choice:
     probability: float | None = None
     memory_limited: bool = False
     per_image: Settings | None = None
+    measured: Measured | None = None
+
+    @property
+    def gain(self) -> float | None:
+        """Speed relative to native: as measured, else as predicted; 1.0 for native."""
+        return self.predicted_gain if self.measured is None else self.measured.gain
 
 
 class Prediction(Protocol):

@@ -1,24 +1,31 @@
-"""A trial: native and the model's best candidates take turns on real calls until one of them is clearly best.
+"""A trial: native and the model's best candidates take turns on real calls until one of them is clearly best, or until
+`MOST_CALLS` calls have been seen.
 
 No clock is read here: the caller measures time, so that recorded or invented times can be replayed through exactly
 these rules.
 
-A call's algorithm comes from `turn()`, its time goes to `record(...)`. Calls are grouped into rounds in which native
-and every remaining candidate have one turn each, in random order: a network repeats its layers in a fixed order, and a
-fixed order of turns would always give the same layer to the same algorithm. Only times of one round are compared, as
-g = ln(t_native / t_candidate). From `MIN_ROUNDS` on, with m the median of g and s its robust standard error:
+A call's algorithm comes from `turn()`, its time goes to `record(...)`. Every algorithm has a cold call first: a favourite
+before native, the others after it. Then calls are grouped into rounds in which native and every remaining candidate
+have one turn each, in random order: a network repeats its layers in a fixed order, and a fixed order of turns would
+always give the same layer to the same algorithm. Only times of one round are compared, as g = ln(t_native / t_candidate).
 
-    m + z s < MIN_GAIN        the candidate is out
-    m - z s > MIN_GAIN        it is better than native, which then has no more turns; the best of those is taken, once
-                              no rival may still beat it
-    MAX_ROUNDS                the best median, if it is better than native in the sense above; otherwise native
+What is known of a candidate after n rounds is the mean and deviation of a normal distribution: the prediction (mean p,
+deviation q), and the rounds (their median m, its robust standard error s), weighted by their precisions,
 
-Here z is Student's t for the number of rounds at 99 % (2.33 for many), since a deviation from five values is uncertain.
+    mean = (p / q^2 + m / s^2) / (1 / q^2 + 1 / s^2),    sd = (1 / q^2 + 1 / s^2)^(-1/2)
 
-The cost of a trial is bounded at all times: the sum over all calls of (time - native's time), including the trial's own
-overhead, stays below `ALLOWANCE` calls of native and `SHARE` of native's time so far. When that is spent, native runs
-until it is repaid; gains of a fast candidate pay for others; a debt beyond `ABANDON` calls ends the trial. A candidate
-is out after a first call beyond `COLD_DROP`, or a second beyond `WARM_DROP` times native's time.
+A prediction that contradicts what was measured loses its weight (`MISTAKEN`). The standard deviation of one round's g is taken to be between what the rounds show and `NOISE_SD`, which counts like
+`NOISE_ROUNDS` rounds: three rounds may agree by chance. From `MIN_ROUNDS` on:
+
+    mean + Z_OUT sd < MIN_GAIN    the candidate is out
+    mean - Z_IN sd > MIN_GAIN     it is better than native, which then has no more turns; the best of those is taken, once
+                                  no rival may still beat it
+    the end of the trial          the best mean - sd if that is above MIN_GAIN; otherwise native
+
+A trial ends after `MOST_CALLS` calls, after `MAX_ROUNDS` rounds, and as soon as it has cost more than `ALLOWANCE_CALLS`
+calls of native and `ALLOWANCE_US`, everything included: slower algorithms, the checks of their results, its own
+overhead. A fast candidate's gains pay for others. A candidate is out after a first call beyond `COLD_DROP`, or a second
+beyond `WARM_DROP` times native's time.
 """
 
 from __future__ import annotations
@@ -26,33 +33,63 @@ from __future__ import annotations
 import math
 import random
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import NamedTuple
 
 NATIVE = "native"
 
-MIN_ROUNDS, MAX_ROUNDS = 5, 24
-RIVAL_ROUNDS = 12
+MOST_CALLS = 60
+"""A trial is over after this many calls of its problem, timed or not."""
+MIN_ROUNDS, MAX_ROUNDS = 3, 16
+RIVAL_ROUNDS = 6
 """After this many rounds two candidates that are both better than native are not compared any further."""
 MIN_GAIN = 0.02
 """Least ln(t_native / t) for which leaving native is worth it."""
-Z = (3.75, 3.36, 3.14, 3.0, 2.9, 2.82, 2.76, 2.72, 2.68, 2.65, 2.62, 2.6, 2.58, 2.57, 2.55, 2.54, 2.53, 2.52, 2.51, 2.5)
-"""Student's t at 99 % for MIN_ROUNDS to MAX_ROUNDS samples."""
-NOISE_FLOOR = 0.01
-"""Lower bound on the assumed standard deviation of a round's g: a few rounds may agree by chance."""
+Z_IN, Z_OUT = 2.5, 1.7
+NOISE_SD, NOISE_ROUNDS = 0.05, 4
+NOISE_LEAST = 0.02
+"""Lower bound of the deviation of one round's g."""
 COLD_DROP, WARM_DROP = 4.0, 2.5
 COLD_US = 200.0
 """Extra time allowed for a first call: a library is loaded, threads start, pages are touched for the first time."""
-ALLOWANCE, SHARE = 3.0, 0.01
-ABANDON = 6.0
-"""In calls of native: a larger debt, when a candidate has just been dropped, ends the trial instead of being repaid."""
-MACHINERY_US = 8.0
-"""About the cost of a turn beyond the convolution."""
+ALLOWANCE_CALLS, ALLOWANCE_US = 3.5, 120.0
+MACHINERY_US = 10.0
+"""About the cost of a turn beyond the convolution; used in replays."""
+CHECK_US = 40.0
+"""About the cost of checking a candidate's first result; used in replays."""
 OUTLIER = 3.0
 """A call that takes longer than this many times its algorithm's median was interrupted; at most this is charged."""
-NATIVE_FIRST = 3
-"""Calls of native before anything else: its first is cold, and candidates are first compared with the next two."""
+UNUSABLE = 2
+"""A candidate is out after this many results that could not be used: an infinity or a NaN was in them."""
+MISTAKEN = 2.0
+"""A prediction that is this many standard deviations from what was seen has half its weight; farther away, less."""
+HOPELESS = -0.7
+"""Taken for the ln(t_native / t) of a candidate that was out after its first call."""
+
+
+class Prior(NamedTuple):
+    """What is known of a candidate before its trial: mean and standard deviation of ln(t_native / t), where t includes
+    the cost of leaving native."""
+
+    mean: float = 0.0
+    sd: float = 0.3
+
+
+class Measured(NamedTuple):
+    """What a trial has found out about one candidate.
+
+    Attributes:
+        rounds: in which it was compared with native.
+        gain: median of t_native / t over these rounds.
+        p20, p80: percentiles of the same; None if they are not known any more, in a later process.
+    """
+
+    rounds: int
+    gain: float
+    p20: float | None = None
+    p80: float | None = None
 
 
 @dataclass(frozen=True)
@@ -61,51 +98,62 @@ class Outcome:
 
     Attributes:
         algorithm: the one to use from now on.
-        gain: its speed relative to native, the median over rounds; 1 for native.
+        gain: its speed relative to native, the median over rounds; 1 for native; None if it was not compared.
         rounds: rounds on which the result is based.
         reason: one sentence.
-        cut_short: whether the trial was ended for its cost, without a meaningful comparison.
+        cut_short: whether the trial was ended for its cost or length, without a meaningful comparison.
+        measured: candidate -> what was measured, for all that were compared.
     """
 
     algorithm: str
-    gain: float
+    gain: float | None
     rounds: int
     reason: str
-    cut_short: bool = False
+    cut_short: bool
+    measured: Mapping[str, Measured]
 
 
 class Trial:
     """One problem's trial.
 
     Args:
-        candidates: names, the most promising first; without native.
+        priors: the candidates, the most promising first, without native; or their names, of which nothing is known.
+        favourite: the candidate that has the very first call; None if that is native's.
         cost_us: overhead per call of leaving native, such as that of the plan that dispatches to the algorithm.
         seed: random seed of the orders.
-        machinery_us: overhead of a turn beyond the convolution.
     """
 
     __slots__ = (
-        "_cost_us", "_excess_us", "_machinery_us", "_order", "_proven", "_random", "_rounds", "_seed", "_this_round",
-        "_warm_us", "calls", "live", "outcome", "turns",
+        "_cold_us", "_cost_us", "_noise", "_order", "_proven", "_random", "_rounds", "_seed", "_spent_us",
+        "_this_round", "_timed", "_unusable", "_warm_us", "calls", "live", "outcome", "priors", "turns",
     )  # fmt: skip
 
     def __init__(
-        self, candidates: Sequence[str], *, cost_us: float = 0.0, seed: int = 0, machinery_us: float = MACHINERY_US
+        self,
+        priors: Mapping[str, Prior] | Sequence[str],
+        *,
+        favourite: str | None = None,
+        cost_us: float = 0.0,
+        seed: int = 0,
     ) -> None:
-        self.live = list(candidates)
+        self.priors = dict(priors) if isinstance(priors, Mapping) else {name: Prior() for name in priors}
+        self.live = list(self.priors)
         self.calls = 0
         """Calls seen, timed or not."""
         self.turns = 0
         """Calls that were an algorithm's turn."""
         self.outcome: Outcome | None = None
         self._cost_us = cost_us
-        self._machinery_us = machinery_us
-        self._excess_us = 0.0
+        self._spent_us = 0.0
+        self._timed = 0
         self._seed = seed
         self._random: random.Random | None = None  # seeding costs 10 us
-        self._order: list[str] = [NATIVE] * NATIVE_FIRST
+        self._order: list[str] = [NATIVE] if favourite is None else [NATIVE, favourite]
+        self._cold_us: dict[str, float] = {}
+        """Algorithm -> time of its first turn."""
         self._warm_us: dict[str, list[float]] = {}
         """Algorithm -> times of its turns except the first, ascending."""
+        self._unusable: dict[str, int] = {}
         self._proven = False
         """Whether the leader is better than native, so that only rivals are still compared."""
         self._this_round: dict[str, float] = {}
@@ -115,9 +163,9 @@ class Trial:
 
     @property
     def native_us(self) -> float | None:
-        """Median of native's warm times; None before there is one."""
+        """Median of native's warm times, or its first time; None before there is one."""
         warm = self._warm_us.get(NATIVE)
-        return _middle(warm) if warm else None
+        return _middle(warm) if warm else self._cold_us.get(NATIVE)
 
     @property
     def rounds(self) -> int:
@@ -125,39 +173,58 @@ class Trial:
 
     @property
     def excess_us(self) -> float:
-        """Time spent so far beyond what native alone would have taken; negative if the trial has saved time."""
-        return self._excess_us
+        """Time spent so far beyond what native alone would have taken; negative if the trial has saved time; 0 before
+        native's time is known."""
+        native_us = self.native_us
+        return 0.0 if native_us is None else self._spent_us - self._timed * native_us
+
+    @property
+    def leader(self) -> str:
+        """Who would win if the trial ended now."""
+        return self._best() or NATIVE
 
     def turn(self) -> str | None:
-        """The algorithm that runs this call and is timed; None: native runs, untimed, to repay the trial's cost."""
-        self.calls += 1
+        """The algorithm that runs this call and is timed; None if the trial is over."""
+        self.wait(1)
+        if self.outcome is not None:
+            return None
         while not self._order:
             self._next_order()
-        name = self._order[-1]
-        native_us = self.native_us
-        if native_us is not None and self._excess_us > native_us * (ALLOWANCE + SHARE * self.calls):
-            return None
-        self._order.pop()
         self.turns += 1
-        return name
+        return self._order.pop()
+
+    def wait(self, calls: int) -> None:
+        """Calls of the problem that are nobody's turn: native's, untimed."""
+        self.calls += calls
+        if self.outcome is None and self.calls > MOST_CALLS:
+            self._end(f"{MOST_CALLS} calls")
 
     def is_cold(self, name: str) -> bool:
         """Whether this turn is the algorithm's first."""
-        return name not in self._warm_us
+        return name not in self._cold_us
 
     def charge(self, us: float) -> None:
         """Add time that a call took beyond what it would have taken without the trial."""
-        self._excess_us += us
+        self._spent_us += us
+        self._end_if_too_expensive()
 
     def postpone(self, name: str) -> None:
-        """The algorithm that `turn()` returned cannot run now; it gets a turn later."""
-        if name == NATIVE or name in self.live:
-            self._order.append(name)
+        """The algorithm that `turn()` returned could not be timed now; it gets a turn later."""
+        if self.outcome is None and (name == NATIVE or name in self.live):
+            self._order.insert(0, name)
             self.turns -= 1
+
+    def unusable(self, name: str, extra_us: float) -> None:
+        """Its result held an infinity or a NaN, and native computed the call again: `extra_us` in vain."""
+        self.postpone(name)
+        self._unusable[name] = self._unusable.get(name, 0) + 1
+        if self._unusable[name] >= UNUSABLE:
+            self.drop(name)
+        self.charge(extra_us)
 
     def _next_order(self) -> None:
         """Start the next round, in random order; a candidate that has not run yet has its cold call before that."""
-        cold = [name for name in self.live if name not in self._warm_us]
+        cold = [name for name in (NATIVE, *self.live) if name not in self._cold_us]
         if cold:
             self._order = [cold[0]]
             return
@@ -167,57 +234,58 @@ class Trial:
             self._random = random.Random(self._seed)
         self._random.shuffle(self._order)
 
-    def record(self, name: str, us: float) -> None:
-        """Record the time of a call."""
+    def record(self, name: str, us: float, overhead_us: float = 0.0) -> None:
+        """Record the time of a call, and what the turn cost beyond it."""
         if self.outcome is not None:
             return
-        warm = self._warm_us.get(name)
-        if warm is None:
+        warm = self._warm_us.get(name, [])
+        usual = OUTLIER * _middle(warm) if len(warm) >= 3 else math.inf
+        self._spent_us += min(us, usual) + overhead_us + self._cost_us
+        self._timed += 1
+        if name not in self._cold_us:
+            self._cold_us[name] = us
             self._warm_us[name] = []
-            self._charge(name, us)
+            self._drop_if_cold_and_hopeless()
+        else:
+            insort(warm, us)
             native_us = self.native_us
-            if name != NATIVE and native_us is not None and us > COLD_DROP * native_us + COLD_US:
+            hopeless = native_us is not None and us + self._cost_us > WARM_DROP * native_us
+            self._this_round[name] = us
+            if name != NATIVE and len(warm) == 1 and hopeless:
                 self.drop(name)
-            return
-        insort(warm, us)
-        self._charge(name, us)
+            else:
+                self._end_round()
+        self._end_if_too_expensive()
+
+    def _drop_if_cold_and_hopeless(self) -> None:
         native_us = self.native_us
-        assert native_us is not None or name != NATIVE
-        if name != NATIVE and len(warm) == 1 and native_us is not None and us + self._cost_us > WARM_DROP * native_us:
-            self.drop(name)
-            return
-        self._this_round[name] = us
-        self._end_round()
+        for name in [] if native_us is None else list(self.live):
+            if self._cold_us.get(name, 0.0) > COLD_DROP * native_us + COLD_US and not self._warm_us[name]:
+                self.drop(name)
 
     def _end_round(self) -> None:
-        if not self._order and len(self._this_round) == len(self.live) + (not self._proven):
+        """Judge, if everybody who is still in the race has had a turn. Times of who has been dropped since stay."""
+        due = self.live if self._proven else [NATIVE, *self.live]
+        if self.outcome is None and not self._order and all(name in self._this_round for name in due):
             self._rounds.append(self._this_round)
             self._this_round = {}
             self._judge()
 
-    def _charge(self, name: str, us: float) -> None:
+    def _end_if_too_expensive(self) -> None:
         native_us = self.native_us
-        if native_us is None:
-            return
-        self._excess_us += self._machinery_us
-        if name != NATIVE:
-            warm = self._warm_us[name]
-            usual = OUTLIER * _middle(warm) if len(warm) >= 3 else math.inf
-            self._excess_us += min(us, usual) + self._cost_us - native_us
+        if self.outcome is None and native_us is not None:
+            if self.excess_us > ALLOWANCE_CALLS * native_us + ALLOWANCE_US:
+                self._end("its cost")
 
     def drop(self, name: str) -> None:
         """Remove a candidate: it is hopeless, or it failed."""
-        if name not in self.live:
+        if name not in self.live or self.outcome is not None:
             return
         self.live.remove(name)
         self._proven = False  # it may have been the one that was proven better
         self._order = [other for other in self._order if other != name]
-        self._this_round.pop(name, None)
-        native_us = self.native_us
         if not self.live:
             self._settle(NATIVE, "no candidate was faster")
-        elif native_us is not None and self._excess_us > ABANDON * native_us:
-            self._settle(NATIVE, "the candidates were predicted much too well", cut_short=True)
         elif self._this_round:
             self._end_round()
 
@@ -226,61 +294,118 @@ class Trial:
     def gain(self, name: str, over: str = NATIVE) -> tuple[float, float]:
         """(median, robust standard error) of ln(t_over / t_name) over the rounds that have both.
 
-        The median of n samples with standard deviation d has standard error 1.2533 d / sqrt(n); d is 1.4826 times the
-        median absolute deviation.
+        The median of n samples with standard deviation d has standard error 1.2533 d / sqrt(n); what the samples show
+        of d is 1.4826 times the median absolute deviation.
         """
-        g = [
-            math.log(self._full(over, r[over]) / self._full(name, r[name]))
-            for r in self._rounds
-            if over in r and name in r
-        ]
+        g = self._gains(name, over)
         if not g:
             return 0.0, math.inf
-        middle = median(g)
-        deviation = max(1.4826 * median(abs(value - middle) for value in g), NOISE_FLOOR)
-        return middle, 1.2533 * deviation / math.sqrt(len(g))
+        middle, n = median(g), len(g)
+        shown = 1.4826 * median(abs(value - middle) for value in g)
+        variance = (NOISE_ROUNDS * NOISE_SD**2 + n * shown**2) / (NOISE_ROUNDS + n)
+        return middle, 1.2533 * max(math.sqrt(variance), NOISE_LEAST) / math.sqrt(n)
+
+    def _gains(self, name: str, over: str = NATIVE) -> list[float]:
+        full = self._full
+        return [math.log(full(over, r[over]) / full(name, r[name])) for r in self._rounds if over in r and name in r]
 
     def _full(self, name: str, us: float) -> float:
         return us if name == NATIVE else us + self._cost_us
+
+    def belief(self, name: str) -> tuple[float, float]:
+        """(mean, standard deviation) of its ln(t_native / t), by the prediction and all rounds."""
+        prior = self.priors[name]
+        mean, error = self.gain(name)
+        if error == math.inf:
+            return prior
+        distance = (mean - prior.mean) / math.sqrt(prior.sd**2 + error**2)
+        prior_weight, weight = 1 / prior.sd**2 / (1 + (distance / MISTAKEN) ** 4), 1 / error**2
+        total = prior_weight + weight
+        return (prior_weight * prior.mean + weight * mean) / total, total**-0.5
+
+    def measured(self) -> dict[str, Measured]:
+        """What was measured of each candidate so far, in the order of the priors."""
+        found = {}
+        for name in self.priors:
+            g = sorted(self._gains(name))
+            native_us = self.native_us
+            if g:
+                p20, middle, p80 = (math.exp(g[int(share * (len(g) - 1) + 0.5)]) for share in (0.2, 0.5, 0.8))
+                found[name] = Measured(len(g), math.exp(median(g)), p20, p80)
+            elif name in self._warm_us and self._warm_us[name] and native_us is not None:
+                one = native_us / self._full(name, self._warm_us[name][0])
+                found[name] = Measured(1, one, one, one)
+        return found
 
     def _judge(self) -> None:
         n = len(self._rounds)
         if n < MIN_ROUNDS:
             return
-        z = Z[n - MIN_ROUNDS]
         if not self._proven:
             for name in list(self.live):
-                middle, error = self.gain(name)
-                if middle + z * error < MIN_GAIN:
+                mean, sd = self.belief(name)
+                if mean + Z_OUT * sd < MIN_GAIN:
                     self.drop(name)
             if self.outcome is not None:
                 return
         leader = self._leader()
         for rival in [name for name in self.live if name != leader]:
             advantage, error = self.gain(rival, over=leader)
-            if advantage + z * error < MIN_GAIN:
+            if advantage + Z_OUT * error < MIN_GAIN:
                 self.live.remove(rival)  # it may still beat native, but not the leader
         if not self._proven:
-            middle, error = self.gain(leader)
-            self._proven = middle - z * error > MIN_GAIN
+            mean, sd = self.belief(leader)
+            self._proven = mean - Z_IN * sd > MIN_GAIN
         if self._proven and (len(self.live) == 1 or n >= RIVAL_ROUNDS):
             self._settle(leader, f"{math.exp(self.gain(leader)[0]):.2f} times native's speed in {n} rounds")
         elif n >= MAX_ROUNDS:
-            self._settle(NATIVE, f"nothing was clearly faster in {n} rounds")
+            self._end(f"{n} rounds")
 
     def _leader(self) -> str:
         """The fastest candidate: by its gain over native, and if native is out already, by the rounds since."""
-        leader = max(self.live, key=lambda name: self.gain(name)[0])
+        leader = max(self.live, key=lambda name: self.belief(name)[0])
         for rival in self.live if self._proven else ():
             # A candidate that was never shown to beat native must not win by beating one that was.
-            middle, error = self.gain(rival)
-            if rival != leader and middle - Z[0] * error > MIN_GAIN and self.gain(rival, over=leader)[0] > 0:
+            mean, sd = self.belief(rival)
+            if rival != leader and mean - Z_IN * sd > MIN_GAIN and self.gain(rival, over=leader)[0] > 0:
                 leader = rival
         return leader
 
+    def _best(self) -> str | None:
+        """The candidate with the best mean - sd, if that is above `MIN_GAIN`. Once one of them has run, the model's word
+        counts only for those that were not slower than native in their first calls."""
+        ran = self._cold_us.keys() - {NATIVE}
+        native_us = self.native_us or math.inf
+        known = {
+            name: self.belief(name)
+            for name in self.live
+            if not ran or self._gains(name) or self._cold_us.get(name, math.inf) <= native_us
+        }
+        sure = {name: mean - sd for name, (mean, sd) in known.items()}
+        best = max(sure, key=sure.__getitem__, default=None)
+        return best if best is not None and sure[best] > MIN_GAIN else None
+
+    def _end(self, why: str) -> None:
+        """The trial is over without a clear winner: what is known decides."""
+        best = self._leader() if self._proven else self._best()
+        compared = len(self._gains(best)) if best is not None else len(self._rounds)
+        word = "the best so far" if compared >= MIN_ROUNDS else "the model decides"
+        if best is None:
+            word = "nothing was clearly faster"
+        self._settle(best or NATIVE, f"{word} after {why}", cut_short=compared < MIN_ROUNDS)
+
     def _settle(self, name: str, reason: str, *, cut_short: bool = False) -> None:
-        gain = 1.0 if name == NATIVE else math.exp(self.gain(name)[0])
-        self.outcome = Outcome(name, gain, len(self._rounds), reason, cut_short)
+        measured = self.measured()
+        gain = 1.0 if name == NATIVE else measured[name].gain if name in measured else None
+        self.outcome = Outcome(name, gain, len(self._rounds), reason, cut_short, measured)
+
+    def hopeless(self) -> list[str]:
+        """Candidates that were out after their first call: they count as `HOPELESS`."""
+        return [
+            name
+            for name in self.priors
+            if name not in self.live and name in self._cold_us and not self._warm_us[name] and not self._unusable.get(name)
+        ]
 
 
 def _middle(ascending: Sequence[float]) -> float:
@@ -289,25 +414,18 @@ def _middle(ascending: Sequence[float]) -> float:
 
 
 def replay(trial: Trial, time_us: Callable[[str], float], calls: int) -> float:
-    """Total time of `calls` calls in us: first those of the trial, with its overhead and the comparison of each
-    candidate's first result with native's, then those of the algorithm it settled on. `time_us(algorithm)` returns the
-    time of one call."""
+    """Total time of `calls` calls in us: first those of the trial, with its overhead and the check of each candidate's
+    first result, then those of the algorithm it settled on. `time_us(algorithm)` returns the time of one call."""
     total = 0.0
     for _ in range(calls):
-        if trial.outcome is not None:
-            name = trial.outcome.algorithm
-            total += time_us(name) + (trial._cost_us if name != NATIVE else 0.0)
+        name = None if trial.outcome is not None else trial.turn()
+        if name is None:
+            assert trial.outcome is not None
+            used = trial.outcome.algorithm
+            total += time_us(used) + (trial._cost_us if used != NATIVE else 0.0)
             continue
-        turn = trial.turn()
-        us = time_us(turn or NATIVE)
-        total += us
-        if turn is None:
-            continue
-        total += trial._machinery_us + (trial._cost_us if turn != NATIVE else 0.0)
-        new = turn != NATIVE and trial.is_cold(turn)
-        trial.record(turn, us)
-        if new:
-            comparison = time_us(NATIVE)
-            total += comparison
-            trial.charge(comparison)
+        us = time_us(name)
+        overhead_us = MACHINERY_US + (CHECK_US if name != NATIVE and trial.is_cold(name) else 0.0)
+        total += us + overhead_us + trial._cost_us
+        trial.record(name, us, overhead_us)
     return total

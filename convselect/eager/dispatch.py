@@ -58,7 +58,10 @@ def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, p
             plan.age = plans.clock
     else:
         _refuse_subclasses(settings, x, weight, bias)
-    if plan.native:
+    native = plan.native
+    if native:
+        if native is not True:
+            plan.native = native - 1
         return _conv2d(x, weight, bias, *geometry)  # type: ignore[no-any-return]
     return plan(x, weight, bias, geometry)  # type: ignore[no-any-return]
 

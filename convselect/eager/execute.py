@@ -12,9 +12,10 @@ from convselect.base.lru import on_clear
 from convselect.base.problem import ConvProblem
 from convselect.base.warnings import warn_once
 from convselect.choice.choose import NATIVE, Choice
-from convselect.eager import batch
+from convselect.eager import batch, checks
 from convselect.eager.live_trial import LiveTrial, is_out_of_memory
 from convselect.eager.resolve import choice_for
+from convselect.kernels import _library
 from convselect.kernels.pool import BY_NAME
 from convselect.model import loaded
 from convselect.model.loaded import idle
@@ -48,9 +49,16 @@ def execute(
             lambda one: choice_for(one, settings), _attempt, _native, a, b, problem, strides, bias, settings
         )
     else:
-        # None: it is still being compiled, or failed; or a transform turned one NaN or infinity into a tile or an
-        # image of them, and native keeps them where they belong.
-        attempted = _attempt(choice, a, b, problem, bias)
+        due = checks.due
+        due.left -= 1
+        # None: it is still being compiled, failed or was wrong; or a transform turned one NaN or infinity into a tile or
+        # an image of them, and native keeps them where they belong.
+        if due.left >= 0 or choice.algorithm == NATIVE or choice.source == "forced":
+            attempted = _attempt(choice, a, b, problem, bias)
+        else:
+            attempted = checks.watched(
+                lambda: _attempt(choice, a, b, problem, bias), choice.algorithm, a, b, problem, bias
+            )
         result = _native(a, b, problem, bias) if attempted is None else attempted
     if result.stride() == strides and not result._is_view():
         return result
@@ -64,7 +72,10 @@ def _on_trial(
         found = without_autocast(BY_NAME[name].run_checked, a, b, problem, trial.params_of(name), bias)
         return None if found is None else with_strides(found, strides)
 
-    return trial.run(run, a.device)
+    def is_right(name: str, result: Tensor, places: int) -> bool:
+        return checks.is_right(name, result, a, b, problem, bias, places)
+
+    return trial.run(run, a.device, is_right)
 
 
 def without_autocast(function: Any, *arguments: Any) -> Any:
@@ -97,7 +108,9 @@ def _attempt(choice: Choice, a: Tensor, b: Tensor, problem: ConvProblem, bias: T
             raise
         _failed(algorithm.name, problem, error)
         return None
-    if failing:
+    if result is None:
+        _unusable(algorithm.name, problem)
+    elif failing:
         failures.pop((algorithm.name, problem), None)
     return result
 
@@ -106,6 +119,8 @@ def _attempt(choice: Choice, a: Tensor, b: Tensor, problem: ConvProblem, bias: T
 
 FAILURES_IN_A_ROW = 3
 """After this many on one problem an algorithm rests there: an exception per call is no way to run native."""
+UNUSABLE_IN_A_ROW = 2
+"""The same for results that an infinity or a NaN has spoilt."""
 REST_CALLS = 256
 """How many calls it rests. Then it is tried again: memory shortages are usually temporary."""
 _MOST_FAILING = 1024
@@ -124,14 +139,24 @@ def _rests(name: str, problem: ConvProblem) -> bool:
     return True
 
 
-def _failed(name: str, problem: ConvProblem, error: Exception) -> None:
+def _count(name: str, problem: ConvProblem, most: int) -> None:
     if len(failures) >= _MOST_FAILING:
         failures.clear()
     entry = failures.setdefault((name, problem), [0, 0])
     entry[0] += 1
-    if entry[0] >= FAILURES_IN_A_ROW:
+    if entry[0] >= most:
         entry[1] = REST_CALLS
+
+
+def _unusable(name: str, problem: ConvProblem) -> None:
+    if problem.device == "cpu":
+        _count(name, problem, UNUSABLE_IN_A_ROW)
+
+
+def _failed(name: str, problem: ConvProblem, error: Exception) -> None:
+    _count(name, problem, FAILURES_IN_A_ROW)
     if is_out_of_memory(error):
+        _library.free_scratch()  # native may need it
         topic, what = f"memory:{name}", f"{name} found too little memory for"
     else:
         topic, what = f"failed:{name}", f"{name} failed on"

@@ -2,10 +2,11 @@
 (`audit`).
 
 Every call returns a right result; only which algorithm computes it changes from call to call until the trial ends. A
-candidate's first result is compared with native's for the same operands, and native's is returned. The rules are
-`trial.Trial`'s; here is what running them on real calls needs: a clock that never waits (on a GPU, events that are read
-when they have passed), one timed call at a time, and no trial if the same call must give the same bits: in
-checkpointed code, gradient checks, CUDA graph capture. There native runs, untimed.
+candidate's first result is checked at random places against sums in float64 (on a GPU against native's, which is
+returned). The rules are `trial.Trial`'s; here is what running them on real calls needs: one clock for everything that a
+decision weighs, which never waits (on a GPU, events that are read when they have passed), one timed call at a time, and
+no trial if the same call must give the same bits: in checkpointed code, gradient checks, CUDA graph capture. There
+native runs, untimed.
 """
 
 from __future__ import annotations
@@ -21,17 +22,23 @@ import torch
 from torch import Tensor
 
 from convselect.base import timing
+from convselect.base.lru import on_clear
 from convselect.base.problem import ConvProblem
 from convselect.base.settings import Settings
 from convselect.base.warnings import warn_once
+from convselect.choice.account import Account
 from convselect.choice.choose import NATIVE, Choice
-from convselect.choice.trial import MAX_ROUNDS, MIN_ROUNDS, NOISE_FLOOR, Outcome, Trial, Z
+from convselect.choice.trial import Outcome, Prior, Trial
+from convselect.kernels import _library
 from convselect.kernels.pool import BY_NAME
 from convselect.measure.rows import PLAN_COST_US
 from convselect.store import process
 
 Run = Callable[[str], "Tensor | None"]
 """Runs the call at hand by the algorithm of this name; None if it could not, and native has to."""
+
+Check = Callable[[str, Tensor, int], bool]
+"""Whether (algorithm, its result for the call at hand) is right at this many random places."""
 
 ERROR_BOUNDS = {"float64": 1e-11, "float32": 2e-4, "float16": 5e-3, "bfloat16": 3e-2}
 """Relative L2 distance from native's result beyond which a candidate's is a mistake: ten times the loosest grade."""
@@ -43,6 +50,17 @@ DISTURBED, DISTURBED_US = 1.5, 500.0
 """A call on several threads was interrupted if its time is this much more than what its own thread computed."""
 MOST_DISTURBED = 8
 """After this many of those in a row that is how this machine is."""
+FIRST_PLACES = 24
+"""Outputs of a candidate's first result that are checked."""
+WAIT_CALLS = 16
+"""Calls of native after which a trial that may not begin yet asks again."""
+MIN_AUDITS, MAX_AUDITS = 5, 24
+Z = (3.75, 3.36, 3.14, 3.0, 2.9, 2.82, 2.76, 2.72, 2.68, 2.65, 2.62, 2.6, 2.58, 2.57, 2.55, 2.54, 2.53, 2.52, 2.51, 2.5)
+"""Student's t at 99 % for MIN_AUDITS to MAX_AUDITS samples."""
+NOISE_FLOOR = 0.01
+"""Lower bound of the deviation of an audit's ln(t_native / t)."""
+account = Account()
+on_clear(account.clear)
 _forks = 0
 
 
@@ -51,7 +69,9 @@ class LiveTrial:
 
     Args:
         provisional: what is chosen if no trial can be held: in graphs, in deterministic mode.
-        candidates: for a trial; if empty, `provisional` is settled, and only watched.
+        candidates: what is predicted of them, the most promising first; if empty, `provisional` is settled, and only
+            watched.
+        favourite: the candidate that runs from the very first call on; None if native has the first.
         audit: once it is settled, one call in `audit` is timed against native; 0 for none.
         on_settled: called once with (choice, outcome, store_result), and again if an audit gives the choice up.
     """
@@ -64,6 +84,7 @@ class LiveTrial:
         "_gains",
         "_lock",
         "_native_us",
+        "_now_ns",
         "_on_settled",
         "_pending",
         "choice",
@@ -72,14 +93,16 @@ class LiveTrial:
         "provisional",
         "store_result",
         "trial",
+        "waits",
     )  # fmt: skip
 
     def __init__(
         self,
         problem: ConvProblem,
         provisional: Choice,
-        candidates: Sequence[str],
+        candidates: Mapping[str, Prior] | Sequence[str],
         *,
+        favourite: str | None = None,
         audit: int = 0,
         on_settled: Callable[[Choice, Outcome, bool], None] | None = None,
     ) -> None:
@@ -93,7 +116,12 @@ class LiveTrial:
         """False if a candidate was left out for a temporary reason."""
         # From the sizes alone: Python hashes texts differently in every process.
         seed = hash(problem[1:17])
-        self.trial = Trial(candidates, cost_us=PLAN_COST_US[problem.direction], seed=seed)
+        self.trial = Trial(candidates, favourite=favourite, cost_us=PLAN_COST_US[problem.direction], seed=seed)
+        self.waits = 0
+        """Calls of native before the trial goes on. They have been counted as its calls already."""
+        # The one clock of this decision. On one thread, time of that thread, which neighbours on the machine disturb
+        # least; on several, time that passes.
+        self._now_ns = _thread_ns if problem.threads == 1 else _wall_ns
         self._audit = audit
         self._on_settled = on_settled
         self._lock = threading.Lock()
@@ -113,13 +141,17 @@ class LiveTrial:
         """Parameters that an algorithm runs with here; None for its default. Tuned ones belong to what was tuned."""
         return self.provisional.params if name == self.provisional.algorithm else None
 
-    def run(self, run: Run, device: torch.device) -> Tensor:
+    def run(self, run: Run, device: torch.device, is_right: Check) -> Tensor:
         """The call at hand, by whoever's turn it is."""
+        if self.waits > 0:
+            self.waits -= 1
+            return self._otherwise(run)
         if self._forks != _forks:  # another thread of the parent may have held it
             self._lock, self._forks, self._pending = threading.Lock(), _forks, None
         if not self._lock.acquire(blocking=False):
             return self._otherwise(run)  # two calls at once would time each other
         try:
+            begun_ns, before_us = self._now_ns(), self.trial.excess_us
             name = self._turn(device)
             if name is None:
                 return self._otherwise(run)
@@ -127,7 +159,12 @@ class LiveTrial:
             if algorithm.may_be_unready and not algorithm.ready(self.problem, self.params_of(name)):
                 self._postpone(name)
                 return self._otherwise(run)
-            return self._timed(name, run, device)
+            if device.type == "cuda":
+                return self._timed_on_gpu(name, run)
+            try:
+                return self._timed(name, run, is_right, begun_ns)
+            finally:
+                account.excess_us += self.trial.excess_us - before_us
         finally:
             self._lock.release()
 
@@ -155,7 +192,14 @@ class LiveTrial:
         if self.choice is None:
             if _must_repeat(device):
                 return None
-            return self.trial.turn()
+            if self.trial.turns <= 1 and not self._may_begin():
+                self.waits = WAIT_CALLS
+                self.trial.wait(WAIT_CALLS + 1)
+                self._settle_if_done()
+                return None
+            name = self.trial.turn()
+            self._settle_if_done()
+            return name
         self._calls += 1
         # Two calls in a row: native's, then the choice's.
         if self.choice.algorithm == NATIVE or not self._audit or self._calls % self._audit > 1 or _must_repeat(device):
@@ -166,64 +210,82 @@ class LiveTrial:
         if self.choice is None:
             self.trial.postpone(name)
 
+    def _may_begin(self) -> bool:
+        """Whether the process has time left for this trial. Before native's time is known it is only native's turn."""
+        if self.trial.turns == 0 or self.trial.native_us is None:
+            return True
+        if not account.allows(timing.computed_us() / self.problem.threads):
+            return False
+        account.begun(self.trial.native_us)
+        return True
+
     # ---- timing -------------------------------------------------------------------------------------------------
 
-    def _timed(self, name: str, run: Run, device: torch.device) -> Tensor:
+    def _timed(self, name: str, run: Run, is_right: Check, begun_ns: int) -> Tensor:
+        """The result of this turn; what it took goes to the trial, and everything around it since `begun_ns`."""
+        now_ns = self._now_ns
         new = name != NATIVE and self.choice is None and self.trial.is_cold(name)
-        native: Tensor | None = None
-        if device.type == "cuda":
-            events = timing.cuda_events()
-            first, last = events.event(), events.event()
-            first.record()
-            result = self._tried(name, run)
-            if result is not None:
-                last.record()
-                self._pending = (name, first, last, last, None)
-                if new:
-                    native = run(NATIVE)
-                    assert native is not None
-                    # Read when all has passed: nothing waits for it.
-                    error = torch.empty((), pin_memory=torch.cuda.is_available())
-                    error.copy_(_distance(result, native), non_blocking=True)
-                    done = events.event()
-                    done.record()
-                    self._pending = (name, first, last, done, error)
-                return result if native is None else native
+        thread_ns, start_ns = _thread_ns(), now_ns()
+        result = self._tried(name, run)
+        us, thread_us = (now_ns() - start_ns) / 1e3, (_thread_ns() - thread_ns) / 1e3
+        if result is None:
+            # An infinity or a NaN in the operands, or a failure: native computes the call, and this was in vain.
+            if self.choice is None:
+                self.trial.unusable(name, (now_ns() - begun_ns) / 1e3)
+                self._settle_if_done()
+            result = run(NATIVE)
+            assert result is not None
+            return result
+        if new and not is_right(name, result, FIRST_PLACES):
+            del result
+            self.trial.drop(name)
+            result = run(NATIVE)
+            assert result is not None
+            self.trial.charge((now_ns() - begun_ns) / 1e3 - us)
+            self._settle_if_done()
+            return result
+        undisturbed = self._undisturbed(us, thread_us)
+        overhead_us = (now_ns() - begun_ns) / 1e3 - us
+        if undisturbed is None and not new:
+            self._postpone(name)
+            self.trial.charge(overhead_us)
+            self._settle_if_done()
         else:
-            thread, wall = _thread_ns(), _wall_ns()
-            result = self._tried(name, run)
-            if result is not None:
-                wall_us, thread_us = (_wall_ns() - wall) / 1e3, (_thread_ns() - thread) / 1e3
-                us = self._undisturbed(wall_us, thread_us)
-                if new:
-                    native = run(NATIVE)
-                    assert native is not None
-                    if self._is_right(name, float(_distance(result, native))):
-                        self._record(name, thread_us if us is None else us)  # of a first call little is expected
-                        self.trial.charge((_wall_ns() - wall) / 1e3 - wall_us)
-                    return native
-                if us is None:
-                    self._postpone(name)
-                else:
-                    self._record(name, us)
+            self._record(name, us if undisturbed is None else undisturbed, overhead_us)
+        return result
+
+    def _timed_on_gpu(self, name: str, run: Run) -> Tensor:
+        new = name != NATIVE and self.choice is None and self.trial.is_cold(name)
+        events = timing.cuda_events()
+        first, last = events.event(), events.event()
+        first.record()
+        result = self._tried(name, run)
+        if result is None:
+            self._postpone(name)
+        else:
+            last.record()
+            self._pending = (name, first, last, last, None)
+            if not new:
                 return result
         native = run(NATIVE)
         assert native is not None
+        if result is not None:
+            # Read when all has passed: nothing waits for it.
+            error = torch.empty((), pin_memory=torch.cuda.is_available())
+            error.copy_(_distance(result, native), non_blocking=True)
+            done = events.event()
+            done.record()
+            self._pending = (name, first, last, done, error)
         return native
 
-    def _undisturbed(self, wall_us: float, thread_us: float) -> float | None:
-        """What a call took, without what neighbours on the machine took from it; None if that cannot be told.
-
-        On one thread it is the time that thread computed. On several it is the time that passed, and a call is
-        dismissed during which its own thread stood still: the others wait for it.
-        """
-        if self.problem.threads == 1:
-            return thread_us
-        if wall_us > DISTURBED * thread_us + DISTURBED_US and self._disturbed < MOST_DISTURBED:
+    def _undisturbed(self, us: float, thread_us: float) -> float | None:
+        """What a call took, without what neighbours on the machine took from it; None if that cannot be told: on several
+        threads, if its own thread stood still meanwhile, since the others wait for it."""
+        if self.problem.threads > 1 and us > DISTURBED * thread_us + DISTURBED_US:
             self._disturbed += 1
-            return None
+            return us if self._disturbed > MOST_DISTURBED else None
         self._disturbed = 0
-        return wall_us
+        return us
 
     def _is_right(self, name: str, error: float) -> bool:
         """Judge a candidate by its first result; what is wrong never runs again."""
@@ -245,11 +307,13 @@ class LiveTrial:
         """The result, or None if this algorithm has none to offer; after a failure it is out of the race."""
         if name == NATIVE:
             return run(name)  # its errors are the user's
+        result = None
         try:
             result = run(name)
         except Exception as error:
             if is_out_of_memory(error):
                 self.store_result = False
+                _library.free_scratch()
             else:
                 warn_once(
                     f"failed:{name}", f"convselect: {name} failed on {self.problem} ({error!r}); native runs instead."
@@ -257,14 +321,11 @@ class LiveTrial:
             if self.choice is None:
                 self.trial.drop(name)
                 self._settle_if_done()
-            return None
-        if result is None:
-            self._postpone(name)  # a NaN or an infinity in this call's operands says nothing about the next one's
         return result
 
-    def _record(self, name: str, us: float) -> None:
+    def _record(self, name: str, us: float, overhead_us: float = 0.0) -> None:
         if self.choice is None:
-            self.trial.record(name, us)
+            self.trial.record(name, us, overhead_us)
             self._settle_if_done()
         elif name == NATIVE:
             self._native_us = us
@@ -275,10 +336,20 @@ class LiveTrial:
 
     def _settle_if_done(self) -> None:
         outcome = self.trial.outcome
-        if outcome is None:
+        if outcome is None or self.choice is not None:
             return
-        params = self.params_of(outcome.algorithm)
-        self._settle(Choice(outcome.algorithm, "verify", params, outcome.gain), outcome)
+        self.waits = 0
+        name, prior = outcome.algorithm, self.trial.priors.get(outcome.algorithm)
+        self._settle(
+            Choice(
+                name,
+                "model" if outcome.cut_short else "verify",
+                self.params_of(name),
+                1.0 if prior is None else math.exp(prior.mean),
+                measured=outcome.measured.get(name),
+            ),
+            outcome,
+        )
 
     def _settle(self, choice: Choice, outcome: Outcome) -> None:
         self.choice = choice
@@ -289,17 +360,17 @@ class LiveTrial:
 
     def _judge_again(self) -> None:
         """Back to native if the choice is clearly slower by now."""
-        gains = self._gains = self._gains[-MAX_ROUNDS:]
+        gains = self._gains = self._gains[-MAX_AUDITS:]
         n = len(gains)
-        if n < MIN_ROUNDS:
+        if n < MIN_AUDITS:
             return
         ordered = sorted(gains)
         middle = ordered[n // 2]
         deviation = max(1.4826 * sorted(abs(g - middle) for g in gains)[n // 2], NOISE_FLOOR)
-        if middle + Z[n - MIN_ROUNDS] * 1.2533 * deviation / math.sqrt(n) < -LOSS:
+        if middle + Z[n - MIN_AUDITS] * 1.2533 * deviation / math.sqrt(n) < -LOSS:
             assert self.choice is not None
             reason = f"{self.choice.algorithm} was {math.exp(-middle):.2f} times slower than native in {n} audits"
-            self._settle(Choice(NATIVE, "verify", None, 1.0), Outcome(NATIVE, 1.0, n, reason))
+            self._settle(Choice(NATIVE, "verify", None, 1.0), Outcome(NATIVE, 1.0, n, reason, False, {}))
 
 
 def keep(problem: ConvProblem, settings: Settings, choice: Choice, samples: int) -> None:
@@ -314,7 +385,7 @@ def keep(problem: ConvProblem, settings: Settings, choice: Choice, samples: int)
             choice.algorithm,
             choice.params,
             choice.source,
-            choice.predicted_gain,
+            choice.gain,
             revision,
             samples,
         )

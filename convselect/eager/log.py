@@ -77,7 +77,7 @@ def install(value: str) -> logging.Handler | None:
 
 def chosen(problem: ConvProblem, choice: Choice, settings: Settings, prediction: Prediction | None) -> None:
     """A choice was made under these settings, by or beside this prediction. Ask `logger.isEnabledFor(INFO)` first."""
-    gain = "" if choice.predicted_gain is None else f", gain {choice.predicted_gain:.2f}"
+    gain = "" if choice.gain is None else f", gain {choice.gain:.2f}"
     params = "".join(f" {name}={value}" for name, value in (choice.params or {}).items())
     logger.info("%s%s from %s%s: %s", choice.algorithm, params, choice.source, gain, reproduce(problem, settings))
     if logger.isEnabledFor(logging.DEBUG):

@@ -10,6 +10,7 @@ from convselect.base.settings import Settings
 from convselect.base.warnings import warn_once
 from convselect.choice.budgets import Shortage, refusal
 from convselect.choice.choose import NATIVE, Choice
+from convselect.choice.trial import Measured
 from convselect.eager.live_trial import is_out_of_memory, keep
 from convselect.kernels.pool import ALL
 from convselect.measure.rows import PLAN_COST_US
@@ -47,7 +48,9 @@ def measured(problem: ConvProblem, settings: Settings) -> Choice | None:
         return None
     best = min(times, key=lambda name: times[name])
     memory_limited = any(isinstance(reason, Shortage) for reason in refused.values())
-    found = Choice(best, "measure", None, native_us / times[best], memory_limited=memory_limited)
+    rounds = next(row.rounds for row in rows if row.algorithm == best)
+    gain = None if best == NATIVE else Measured(rounds, native_us / times[best])
+    found = Choice(best, "measure", None, 1.0 if best == NATIVE else None, memory_limited=memory_limited, measured=gain)
     if not memory_limited:
-        keep(problem, settings, found, next(row.rounds for row in rows if row.algorithm == best))
+        keep(problem, settings, found, rounds)
     return found

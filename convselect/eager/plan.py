@@ -123,13 +123,14 @@ class Plan(Entry):
     """
 
     __slots__ = (
-        "_backward", "_checked", "cast", "found", "groups", "key", "needs_grad", "problem", "settings", "strides",
-        "unbatched", "weight_shape", "x_shape",
+        "_backward", "_checked", "cast", "found", "groups", "key", "native", "needs_grad", "problem", "settings",
+        "strides", "unbatched", "weight_shape", "x_shape",
     )  # fmt: skip
-    native: bool = False
 
     def __init__(self, problem: ConvProblem, settings: Settings, strides: ResultStrides) -> None:
         super().__init__()
+        self.native = 0
+        """Number of next calls that are aten's own, while a trial waits."""
         self.problem = problem
         self.settings = settings
         self.strides = strides
@@ -182,6 +183,9 @@ class Plan(Entry):
         elif type(found) is LiveTrial and found.final is not None:
             found = self.found = found.final
             self._forget_if_native(found)
+        elif type(found) is LiveTrial and found.waits > 0 and not self.needs_grad:
+            # Until the trial goes on, the next calls are aten's own.
+            self.native, found.waits = found.waits, 0
         return execute(found, x, weight, self.problem, self.strides.y, bias)
 
     def backward(

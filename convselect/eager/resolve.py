@@ -5,6 +5,7 @@ What eager calls and operators of compiled graphs have in common; nothing here r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -13,9 +14,11 @@ from convselect.base.lru import LRU, Entry, on_clear
 from convselect.base.problem import ConvProblem, Direction
 from convselect.base.settings import CACHE_ENTRIES, TIMING, Settings
 from convselect.choice.choose import NATIVE, Choice, Prediction, choose, nominees
-from convselect.choice.trial import Outcome
-from convselect.eager import batch, live_trial, log, measured
+from convselect.choice.learnt import Corrected, is_settled
+from convselect.choice.trial import MIN_GAIN, Measured, Outcome, Prior
+from convselect.eager import batch, learning, live_trial, log, measured
 from convselect.eager.live_trial import LiveTrial
+from convselect.eager.trusted import trusted
 from convselect.kernels._contract import Algorithm
 from convselect.kernels.pool import BY_NAME
 from convselect.model import loaded
@@ -75,7 +78,7 @@ def _resolve(problem: ConvProblem, settings: Settings) -> Found:
     per_image = settings.batch_invariant and problem.direction != Direction.BACKWARD_WEIGHT
     if per_image:
         problem = batch.single(problem)
-    predictor = _Once()
+    predictor = _Once(corrected=settings.policy in TIMING and not (problem.deterministic or settings.batch_invariant))
     stored = None if problem.deterministic else lambda p: _stored(p, settings)
     choice = choose(problem, BY_NAME, settings, store=stored, predictor=predictor)
     if per_image:
@@ -92,29 +95,60 @@ def _resolve(problem: ConvProblem, settings: Settings) -> Found:
 
 
 class _Once:
-    """The model, loaded only if it is asked; what it said about the one problem that it is asked about."""
+    """The model, loaded only if it is asked; what it said about the one problem that it is asked about.
 
-    def __init__(self) -> None:
+    Args:
+        corrected: with what trials in this process and in earlier ones have taught.
+    """
+
+    def __init__(self, *, corrected: bool) -> None:
         self.said: Prediction | None = None
+        self._corrected = corrected
 
     def predict(self, problem: ConvProblem) -> Prediction | None:
         predictor = loaded.get_for(problem)
         self.said = None if predictor is None else predictor.predict(problem)
+        if self._corrected and self.said is not None:
+            self.said = learning.corrected(self.said, problem)
         return self.said
+
+
+FAVOURITE = math.log(1.3)
+"""Predicted ln(t_native / t) from which an algorithm runs at once."""
+PRIOR_SD = 0.3
+"""Standard deviation of a prediction in a trial: what `learnt.Estimate.sd` is without residuals, or less."""
 
 
 def _on_trial(
     problem: ConvProblem, settings: Settings, choice: Choice, prediction: Prediction | None
-) -> LiveTrial | None:
-    """The trial that checks this choice, or watches it; None if it needs neither."""
+) -> Found | None:
+    """The trial that checks this choice, or watches it; None if it needs neither; a choice if what was learnt makes a
+    trial needless."""
     if settings.policy not in TIMING or problem.deterministic or settings.batch_invariant:
         return None
-    candidates: list[str] = []
-    if settings.policy == "verify" and choice.source != "store" and prediction is not None:
-        candidates = nominees(problem, BY_NAME, settings, prediction)
+    candidates: dict[str, Prior] = {}
+    favourite = None
+    if settings.policy == "verify" and choice.source != "store" and isinstance(prediction, Corrected):
+        names = nominees(problem, BY_NAME, settings, prediction)
+        settled = is_settled(names, prediction, MIN_GAIN) if names else None
+        if settled is not None and (settled == NATIVE or trusted(BY_NAME[settled], problem)):
+            gain = 1.0 if settled == NATIVE else math.exp(prediction.log_gain(settled))
+            choice, names = replace(choice, algorithm=settled, predicted_gain=gain, params=None), []
+        if names and prediction.log_gain(names[0]) >= FAVOURITE and trusted(BY_NAME[names[0]], problem):
+            favourite = names[0]
+        candidates = {
+            name: Prior(prediction.log_gain(name), min(PRIOR_SD, prediction.estimate(name).sd)) for name in names
+        }
+        if settled is not None and not names and not settings.audit:
+            return choice
     if not candidates and not (settings.audit and choice.algorithm != NATIVE):
         return None
-    trial = LiveTrial(problem, choice, candidates, audit=settings.audit, on_settled=_Keeper(problem, settings))
+    predicted = {name: prediction.raw_log_gain(name) for name in candidates} if isinstance(prediction, Corrected) else {}
+    keeper = _Keeper(problem, settings, predicted)
+    trial = LiveTrial(
+        problem, choice, candidates, favourite=favourite, audit=settings.audit, on_settled=keeper
+    )
+    keeper.trial = trial
     trial.store_result = not choice.memory_limited
     return trial
 
@@ -132,7 +166,9 @@ def _stored(problem: ConvProblem, settings: Settings) -> Choice | None:
         return None
     if decision.params is not None and not _params_still_valid(algorithm, problem, decision.params, settings):
         return None
-    return Choice(decision.algorithm, "store", decision.params, decision.gain)
+    native = decision.algorithm == NATIVE
+    measured = None if native or decision.gain is None else Measured(decision.samples, decision.gain)
+    return Choice(decision.algorithm, "store", decision.params, 1.0 if native else None, measured=measured)
 
 
 def _params_still_valid(
@@ -157,15 +193,20 @@ def params_of(name: str, problem: ConvProblem, settings: Settings) -> Mapping[st
 
 
 class _Keeper:
-    """Logs what a trial found, and writes it to the store unless it holds for the moment only."""
+    """Logs what a trial found, learns from it, and writes it to the store unless it holds for the moment only."""
 
-    def __init__(self, problem: ConvProblem, settings: Settings) -> None:
-        self._problem, self._settings = problem, settings
+    def __init__(self, problem: ConvProblem, settings: Settings, predicted: Mapping[str, float]) -> None:
+        self._problem, self._settings, self._predicted = problem, settings, predicted
+        self.trial: LiveTrial | None = None
+        self._learnt = False
 
     def __call__(self, choice: Choice, outcome: Outcome, store_result: bool) -> None:
         log.settled(self._problem, outcome.algorithm, outcome.gain, outcome.rounds, outcome.reason)
         if store_result:
             live_trial.keep(self._problem, self._settings, choice, outcome.rounds)
+        if self.trial is not None and not self._learnt and self._predicted:
+            self._learnt = True
+            learning.learn(self._problem, self.trial.trial, self._predicted, keep=self.trial.store_result)
 
 
 __all__ = ["Found", "choice_for", "choices", "eager_choice", "params_of"]

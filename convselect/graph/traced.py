@@ -238,7 +238,7 @@ def _names(
 def _name(problem: ConvProblem, settings: _settings.Settings) -> str:
     choice = choice_for(problem, settings)
     # Gains that calls have shown are over native's eager calls, which Inductor's fusions beat just as well.
-    too_little = choice.source != "forced" and (choice.predicted_gain or 1.0) < LEAST_GAIN
+    too_little = choice.source != "forced" and (choice.gain or 1.0) < LEAST_GAIN
     return NATIVE if too_little else choice.algorithm
 
 

@@ -90,6 +90,13 @@ def available() -> bool:
     return library() is not None
 
 
+def free_scratch() -> None:
+    """Give back the scratch memory that the calling thread keeps."""
+    loaded = library()
+    if loaded is not None:
+        loaded.cs_free_scratch()
+
+
 @functools.cache
 def isa() -> int:
     """The instruction set for which the kernels are called: the best available one that torch may use (the user can

@@ -78,12 +78,12 @@ def _plainly_contiguous(t: Tensor) -> Tensor:
     return t.contiguous().as_strided(t.shape, canonical_strides(tuple(t.shape), CONTIGUOUS))
 
 
-def native_forward(x: Tensor, weight: Tensor, problem: ConvProblem) -> Tensor:
-    """y by `aten::convolution`, without bias."""
+def native_forward(x: Tensor, weight: Tensor, problem: ConvProblem, bias: Tensor | None = None) -> Tensor:
+    """y by `aten::convolution`."""
     padding, rest = even_padding(problem)
     if rest is not None:
         x = F.pad(x, rest)
-    return torch.conv2d(x, weight, None, problem.stride, padding, problem.dilation, problem.groups)
+    return torch.conv2d(x, weight, bias, problem.stride, padding, problem.dilation, problem.groups)
 
 
 def native_backward(

@@ -31,6 +31,12 @@ class Native(Algorithm):
     def forward(self, x: Tensor, weight: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
         return native_forward(x, weight, problem)
 
+    def run_checked(
+        self, a: Tensor, b: Tensor, problem: ConvProblem, params: Params = None, bias: Tensor | None = None
+    ) -> Tensor:
+        """aten adds the bias itself: the same call as the user's, bit for bit and in time."""
+        return self.run(a, b, problem) if bias is None else native_forward(a, b, problem, bias)
+
     def backward_data(self, grad_y: Tensor, weight: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
         return native_backward_data(grad_y, weight, problem)
 

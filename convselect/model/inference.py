@@ -9,6 +9,7 @@ of kinds that it was not trained for, and the caller stays with native.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -207,6 +208,7 @@ class Predictor:
                 and all(host_flags.get(f, False) == card.host_flags.get(f, False) for f in SIXTEEN_BIT_FLAGS[dtype])
             )
         )
+        self._identity: str | None = None
         self._local = threading.local()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -237,6 +239,16 @@ class Predictor:
             if name != NATIVE:
                 head[i, -1] += self.card.alpha * bias.get(name, 0.0)
         return Predictor(self.card, {**arrays, "head": head}, host_flags)
+
+    @property
+    def identity(self) -> str:
+        """16 hexadecimal digits of the model's numbers and card: the same for equal models only."""
+        if self._identity is None:
+            digest = hashlib.sha256(self.card.to_json().encode())
+            for name in sorted(self._arrays):
+                digest.update(self._arrays[name].tobytes())
+            self._identity = digest.hexdigest()[:16]
+        return self._identity
 
     def predict(self, problem: ConvProblem) -> Prediction | None:
         """The predicted ranking; None for problems of kinds that were not measured for this artifact (device kind,

@@ -62,6 +62,12 @@ def get_for(problem: ConvProblem) -> Predictor | None:
     return _of_gpu.get(family)
 
 
+def identity(problem: ConvProblem) -> str:
+    """A text that names the model for this problem, calibration included; "" if there is none."""
+    predictor = get_for(problem)
+    return "" if predictor is None else str(getattr(predictor, "identity", ""))
+
+
 def _gpu_family() -> str | None:
     import torch
 

@@ -1,0 +1,40 @@
+"""What all trials of a process together may cost.
+
+Each trial has its own bound (`trial.py`). Many problems with bad predictions would still add up, so a trial begins only
+while the sum of (time - native's time) over all trials is at most `CALLS` calls of native, of the mean length of those
+seen so far, and `SHARE` of the time that this process has computed. Until then native runs, which costs nothing. With
+at least 2,000 calls, of which 2.5 % are `CALLS`, and convolutions at least half of what is computed, that is 3 % of
+native's time at most, plus what one trial may cost.
+"""
+
+from __future__ import annotations
+
+CALLS = 40.0
+SHARE = 0.005
+
+
+class Account:
+    """The cost of all trials so far. Threads that meet here lose an entry at most."""
+
+    __slots__ = ("excess_us", "native_us", "trials")
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self.excess_us = 0.0
+        """Time spent beyond what native alone would have taken; negative if the trials have saved time."""
+        self.native_us = 0.0
+        """Sum of native's time for one call of each problem on trial."""
+        self.trials = 0
+
+    def begun(self, native_us: float) -> None:
+        """A trial of a problem has begun, of which one call takes native this long."""
+        self.native_us += native_us
+        self.trials += 1
+
+    def allows(self, computed_us: float) -> bool:
+        """Whether another trial may begin, after the process has computed for this long."""
+        if self.trials == 0:
+            return True
+        return self.excess_us <= CALLS * self.native_us / self.trials + SHARE * computed_us

@@ -1,0 +1,56 @@
+"""What trials teach about the model (`choice/learnt.py`), in this process and through the store in the next."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from convselect.base.lru import on_clear
+from convselect.base.problem import ConvProblem
+from convselect.choice.choose import Prediction
+from convselect.choice.learnt import Corrected, Learnt, algorithm_key, layer_of
+from convselect.choice.trial import HOPELESS, Trial
+from convselect.model import loaded
+from convselect.store import lessons
+
+_by_model: dict[str, Learnt] = {}
+"""Identity of a model -> what was learnt about it."""
+on_clear(_by_model.clear)
+
+
+def corrected(prediction: Prediction, problem: ConvProblem) -> Corrected:
+    """The prediction with what was learnt."""
+    return Corrected(prediction, _of(problem), problem)
+
+
+def learn(problem: ConvProblem, trial: Trial, predicted: Mapping[str, float], *, keep: bool) -> None:
+    """Add what a trial has measured.
+
+    Args:
+        predicted: candidate -> the model's own predicted ln(t_native / t).
+        keep: whether later processes may know.
+    """
+    found = {name: math.log(one.gain) for name, one in trial.measured().items()}
+    found |= dict.fromkeys(trial.hopeless(), HOPELESS)
+    learnt, layer = _of(problem), layer_of(problem)
+    for name, gain in found.items():
+        if name not in predicted:
+            continue
+        n, mean = learnt.add(algorithm_key(name, problem), layer, gain - predicted[name])
+        if keep:
+            identity = loaded.identity(problem)
+            lessons.remember_correction(identity, algorithm_key(name, problem), layer, n, mean, problem.device)
+
+
+def _of(problem: ConvProblem) -> Learnt:
+    identity = loaded.identity(problem)
+    found = _by_model.get(identity)
+    if found is None:
+        found = Learnt()
+        for algorithm, layer, n, mean in lessons.corrections(identity, problem.device):
+            found.put(algorithm, layer, n, mean)
+        _by_model[identity] = found
+    return found
+
+
+__all__ = ["corrected", "learn"]

@@ -1,0 +1,2 @@
+def trusted(algorithm, problem):
+    return problem.device == "cpu"

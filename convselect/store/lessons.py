@@ -1,0 +1,2 @@
+def corrections(model, device="cpu"): return []
+def remember_correction(*a): pass
