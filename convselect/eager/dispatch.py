@@ -15,6 +15,8 @@ from convselect.aten.arguments import Geometry, autocast_dtype
 from convselect.base import settings as _settings
 from convselect.base.settings import Settings
 from convselect.choice.choose import NATIVE
+from convselect.eager.execute import with_less_memory
+from convselect.eager.live_trial import is_out_of_memory
 from convselect.eager.plan import ALL_NATIVE, make_plan, plans
 from convselect.kernels import _cuda_flags
 from convselect.kernels._contract import NotApplicable
@@ -62,7 +64,12 @@ def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, p
     if native:
         if native is not True:
             plan.native = native - 1
-        return _conv2d(x, weight, bias, *geometry)  # type: ignore[no-any-return]
+        try:
+            return _conv2d(x, weight, bias, *geometry)  # type: ignore[no-any-return]
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+        return with_less_memory(_conv2d, x, weight, bias, *geometry)  # type: ignore[no-any-return]
     return plan(x, weight, bias, geometry)  # type: ignore[no-any-return]
 
 

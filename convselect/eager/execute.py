@@ -17,6 +17,7 @@ from convselect.eager.live_trial import LiveTrial, is_out_of_memory
 from convselect.eager.resolve import choice_for
 from convselect.kernels import _library
 from convselect.kernels.pool import BY_NAME
+from convselect.machine import memory
 from convselect.model import loaded
 from convselect.model.loaded import idle
 
@@ -69,6 +70,8 @@ def _on_trial(
     trial: LiveTrial, a: Tensor, b: Tensor, problem: ConvProblem, strides: tuple[int, ...], bias: Tensor | None
 ) -> Tensor:
     def run(name: str) -> Tensor | None:
+        if name == NATIVE:
+            return with_strides(_native(a, b, problem, bias), strides)
         found = without_autocast(BY_NAME[name].run_checked, a, b, problem, trial.params_of(name), bias)
         return None if found is None else with_strides(found, strides)
 
@@ -89,7 +92,26 @@ def without_autocast(function: Any, *arguments: Any) -> Any:
 
 
 def _native(a: Tensor, b: Tensor, problem: ConvProblem, bias: Tensor | None) -> Tensor:
-    return without_autocast(BY_NAME[NATIVE].run_checked, a, b, problem, None, bias)  # type: ignore[no-any-return]
+    return sparing(without_autocast, BY_NAME[NATIVE].run_checked, a, b, problem, None, bias)  # type: ignore[no-any-return]
+
+
+def sparing(function: Any, *arguments: Any) -> Any:
+    """Call `function`; if memory runs out, once more `with_less_memory`."""
+    try:
+        return function(*arguments)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+    return with_less_memory(function, *arguments)
+
+
+def with_less_memory(function: Any, *arguments: Any) -> Any:
+    """Call `function` without what is kept here: the model, scratch memory of the C kernels, and what malloc has not
+    given back. What PyTorch alone would have had enough memory for has enough."""
+    loaded.unload()
+    _library.free_scratch()
+    memory.give_back()
+    return function(*arguments)
 
 
 def _attempt(choice: Choice, a: Tensor, b: Tensor, problem: ConvProblem, bias: Tensor | None) -> Tensor | None:

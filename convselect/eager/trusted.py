@@ -1,2 +1,0 @@
-def trusted(algorithm, problem):
-    return problem.device == "cpu"

@@ -1,2 +1,0 @@
-def corrections(model, device="cpu"): return []
-def remember_correction(*a): pass
