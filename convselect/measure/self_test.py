@@ -111,7 +111,7 @@ def small_problem(algorithm: Algorithm, problem: ConvProblem) -> ConvProblem | N
 def _candidates(p: ConvProblem) -> Iterator[ConvProblem]:
     few = next((one for part in (1, 2, 4, 8) if (one := _small(p, part)).flops <= MOST_FLOPS), p)
     yield few
-    yield few._replace(C=p.C, K=p.K, groups=p.groups)
+    yield few._replace(N=1, C=p.C, K=p.K, groups=p.groups)
     kind = {name: getattr(p, name) for name in ("direction", "dtype", "layout", "weight_layout", "threads")}
     flags = {name: getattr(p, name) for name in ("deterministic", "tf32", "frozen")}
     for probe in PROBES:

@@ -151,7 +151,7 @@ def remember_self_test(key: TestKey, passed: bool = True) -> None:
 
 def corrections(model: str, device: str = "cpu") -> list[tuple[str, str, float, float]]:
     """What trials on this machine have taught about a model: (algorithm, layer, n, mean) each, 20,000 at most per
-    store. The user's own store comes before the system's. Reads the files, at about 4 us a row.
+    store. The user's own store comes before the system's. Reads the files, at about 5 us a row.
 
     Args:
         model: the artifact's digest.
