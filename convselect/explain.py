@@ -31,7 +31,8 @@ class Row:
     Attributes:
         layer: the layer's name in the model, "" for a problem on its own.
         source: source of the choice: "forced", "memory", "store", "model", "verify" or "measure" (timed in this
-            process), "trial" (being timed), "fallback" (native, since there is no reason for another).
+            process), "trial" (being timed), "small" (native, since nothing can gain), "fallback"
+            (native, since there is no reason for another).
         probability, gain: the model's probability for the algorithm, among those that apply, and predicted speed
             relative to native; None if the model was not asked.
         why_not: for every other algorithm, one sentence.

@@ -37,6 +37,8 @@ def _by_source(name: str, choice: Choice, prediction: Prediction | None) -> str:
         return f"The first calls are being timed{_predicted(name, prediction)}."
     if choice.source == "memory":
         return f"{choice.algorithm} was chosen before{_predicted(name, prediction)}."
+    if choice.source == "small":
+        return "The convolution is so small that native runs at once."
     if prediction is None:
         return "There is no model for this problem, so native runs."
     if name not in prediction.ranked:

@@ -402,6 +402,10 @@ def _distance(result: Tensor, native: Tensor) -> Tensor:
         return distance
 
 
+# oneDNN says only that a primitive could not be created when its buffers cannot be allocated.
+_NO_MEMORY = ("can't allocate memory", "out of memory", "ALLOC_FAILED", "could not create a primitive")
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether this says that memory ran out, in any of the ways in which PyTorch says it."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
@@ -409,7 +413,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     # The allocator of the CPU has no exception of its own; cuBLAS and cuDNN have none either.
     text = str(error)
     return isinstance(error, RuntimeError) and any(
-        sign in text for sign in ("can't allocate memory", "out of memory", "ALLOC_FAILED")
+        sign in text for sign in _NO_MEMORY
     )
 
 
