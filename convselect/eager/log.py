@@ -77,9 +77,7 @@ def install(value: str) -> logging.Handler | None:
 # ---- what is said -----------------------------------------------------------------------------------------------
 
 
-def chosen(
-    problem: ConvProblem, found: Choice | LiveTrial, settings: Settings, prediction: Prediction | None
-) -> None:
+def chosen(problem: ConvProblem, found: Choice | LiveTrial, settings: Settings, prediction: Prediction | None) -> None:
     """A choice was made under these settings, or a trial begins that is to make it, by or beside this prediction. Ask
     `logger.isEnabledFor(INFO)` first."""
     choice, trial = told(found)
