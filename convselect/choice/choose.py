@@ -33,8 +33,8 @@ class Choice:
     Attributes:
         source: "forced", "memory" (a graph names it), "store", "model", "fallback", "verify" or "measure" (timed in
             this process), or "trial" (being timed; only to tell people of it).
-        predicted_gain: speed relative to native, as the model predicts, with what was learnt since; 1.0 for native, None
-            if the model was not asked.
+        predicted_gain: speed relative to native, as the model predicts, with what was learnt since; 1.0 for native;
+            None if the model was not asked.
         measured: what timed calls have shown of it: number, median and spread of the speed relative to native; None if
             nothing was timed, and for native.
         probability: the model's probability for this algorithm; None unless the model was asked.
