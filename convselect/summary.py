@@ -15,7 +15,7 @@ from torch import nn
 
 from convselect.base.problem import ConvProblem, padding_sides, pair
 from convselect.choice.budgets import distrusted
-from convselect.choice.choose import TIMED
+from convselect.choice.choose import NATIVE, TIMED
 from convselect.choice.reasons import rounds, times, with_spread
 from convselect.choice.trial import OnTrial
 from convselect.eager import resolve
@@ -55,14 +55,21 @@ class LayerChoice:
     trial: OnTrial | None = None
 
     def __str__(self) -> str:
-        parts = [f"{self.algorithm} leads after {self.trial}" if self.trial is not None else self.algorithm]
-        if self.measured_gain is not None:
-            parts.append(f"measured {with_spread(self.measured_gain, self.spread)}")
-            if self.rounds:
-                parts[-1] += f" in {rounds(self.rounds)}"
-        if self.predicted_gain is not None:
+        parts = [self.algorithm if self.trial is None else f"{self.algorithm} leads after {self.trial}"]
+        if self.algorithm != NATIVE and self.measured_gain is not None:
+            parts.append(f"measured {with_spread(self.measured_gain, self.spread)} in {rounds(self.rounds)}")
+        if self.algorithm != NATIVE and self.predicted_gain is not None:
             parts.append(f"predicted {times(self.predicted_gain)}")
-        return f"{self.problem}: {', '.join(parts)} ({_names(self.layers)})"
+        others = "" if self.trial is None else "".join(_others(self.trial))
+        return f"{self.problem}: {', '.join(parts)}{others} ({_names(self.layers)})"
+
+
+def _others(trial: OnTrial) -> Iterator[str]:
+    """The candidates that do not lead: "; direct measured 1.08x, predicted 2.01x"."""
+    for name, gain in trial.candidates.items():
+        if name != trial.leader:
+            measured = "" if gain is None else f" measured {times(gain)},"
+            yield f"; {name}{measured} predicted {times(trial.predicted[name])}"
 
 
 @dataclass(frozen=True)

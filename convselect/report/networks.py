@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from convselect.aten.arguments import problems_of
 from convselect.base import settings, timing
-from convselect.choice.choose import TIMED
 from convselect.convert import convert, revert
 from convselect.doctor.bench import bench
 from convselect.doctor.compare import infer
@@ -384,11 +383,10 @@ def _as_stored(row: Stored, native: Stored | None) -> Candidate:
 def _as_predicted(name: str, row: Explained, native_us: float | None) -> Candidate | None:
     """The choice, native, and what the model expects of others; None if nothing is known."""
     if name == row.algorithm:
-        if name != NATIVE and row.measured_gain is not None:
+        if row.measured_gain is not None:
             return Candidate(name, True, None, row.measured_gain, STORED, spread=row.spread)
         gain = 1.0 if name == NATIVE else row.predicted_gain
-        kind = STORED if name == NATIVE and row.source in TIMED else PREDICTED
-        return Candidate(name, True, None, gain, kind if gain is not None else "")
+        return Candidate(name, True, None, gain, "" if gain is None else PREDICTED)
     if name == NATIVE:
         return Candidate(name, False, None, 1.0, PREDICTED)
     if name not in row.predicted:
