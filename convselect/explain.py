@@ -22,7 +22,8 @@ from convselect.choice.choose import TIMED, Prediction
 from convselect.choice.reasons import reasons, times, with_spread
 from convselect.choice.trial import OnTrial
 from convselect.eager import learning, resolve
-from convselect.eager.live_trial import LiveTrial, told
+from convselect.eager.live_trial import LiveTrial
+from convselect.eager.standing import told
 from convselect.kernels.pool import BY_NAME
 from convselect.model import loaded
 

@@ -14,12 +14,8 @@ from typing import Any
 from torch import nn
 
 from convselect.base.problem import ConvProblem, padding_sides, pair
-from convselect.choice.budgets import distrusted
-from convselect.choice.choose import NATIVE, TIMED
-from convselect.choice.reasons import rounds, times, with_spread
-from convselect.choice.trial import OnTrial
 from convselect.eager import resolve
-from convselect.eager.live_trial import told
+from convselect.eager.standing import TIMED, OnTrial, distrusted, gains, others, told
 from convselect.freeze.chains import why_not_frozen
 from convselect.freeze.freeze import FrozenForward, frozen_forwards, parents
 from convselect.layer import SelectedConv2d, check_module, why_not_converted
@@ -55,21 +51,11 @@ class LayerChoice:
     trial: OnTrial | None = None
 
     def __str__(self) -> str:
-        parts = [self.algorithm if self.trial is None else f"{self.algorithm} leads after {self.trial}"]
-        if self.algorithm != NATIVE and self.measured_gain is not None:
-            parts.append(f"measured {with_spread(self.measured_gain, self.spread)} in {rounds(self.rounds)}")
-        if self.algorithm != NATIVE and self.predicted_gain is not None:
-            parts.append(f"predicted {times(self.predicted_gain)}")
-        others = "" if self.trial is None else "".join(_others(self.trial))
-        return f"{self.problem}: {', '.join(parts)}{others} ({_names(self.layers)})"
-
-
-def _others(trial: OnTrial) -> Iterator[str]:
-    """The candidates that do not lead: "; direct measured 1.08x, predicted 2.01x"."""
-    for name, gain in trial.candidates.items():
-        if name != trial.leader:
-            measured = "" if gain is None else f" measured {times(gain)},"
-            yield f"; {name}{measured} predicted {times(trial.predicted[name])}"
+        if self.trial is None:
+            parts = [self.algorithm + gains(self, self.rounds)]
+        else:
+            parts = [f"{self.algorithm} leads after {self.trial}{gains(self)}", *others(self.trial)]
+        return f"{self.problem}: {'; '.join(parts)} ({_names(self.layers)})"
 
 
 @dataclass(frozen=True)

@@ -387,19 +387,6 @@ class LiveTrial:
             self._settle(Choice(NATIVE, "verify", None, 1.0), Outcome(NATIVE, 1.0, n, reason, False, {}))
 
 
-def told(found: Choice | LiveTrial) -> tuple[Choice, OnTrial | None]:
-    """What people are told of a choice: itself; for an open trial its leader with source "trial", and how it stands."""
-    if not isinstance(found, LiveTrial):
-        return found, None
-    stands = found.on_trial
-    if stands is None:
-        return found.current, None
-    leader = stands.leader
-    measured = found.trial.measured().get(leader)
-    params, predicted = found.params_of(leader), stands.predicted.get(leader, 1.0)
-    return Choice(leader, "trial", params, predicted, measured=measured), stands
-
-
 def keep(problem: ConvProblem, settings: Settings, choice: Choice, samples: int) -> None:
     """Let later processes know what was found out."""
     from convselect.store.choices import Decision

@@ -21,7 +21,8 @@ from convselect.base.warnings import warn_once
 from convselect.choice.choose import NATIVE, Choice, Prediction
 from convselect.choice.reasons import reasons, rounds, times, with_spread
 from convselect.choice.trial import Outcome
-from convselect.eager.live_trial import LiveTrial, told
+from convselect.eager.live_trial import LiveTrial
+from convselect.eager.standing import gains, told
 
 LEVELS = {"info": logging.INFO, "1": logging.INFO, "debug": logging.DEBUG}
 OFF = ("", "0", "off")
@@ -88,7 +89,7 @@ def chosen(problem: ConvProblem, found: Choice | LiveTrial, settings: Settings, 
         logger.info("trial of %s: %s", names, command)
     else:
         params = "".join(f" {name}={value}" for name, value in (choice.params or {}).items())
-        logger.info("%s%s from %s%s: %s", choice.algorithm, params, choice.source, _gains(choice), command)
+        logger.info("%s%s from %s%s: %s", choice.algorithm, params, choice.source, gains(choice), command)
     if logger.isEnabledFor(logging.DEBUG):
         for name, reason in reasons(problem, choice, settings, prediction, held).items():
             if trial is None or name not in (NATIVE, *trial.candidates):
@@ -98,19 +99,12 @@ def chosen(problem: ConvProblem, found: Choice | LiveTrial, settings: Settings, 
 def settled(problem: ConvProblem, choice: Choice, outcome: Outcome) -> None:
     """A trial on real calls has ended, or an audit has given its choice up."""
     if logger.isEnabledFor(logging.INFO):
-        what = f"{choice.algorithm} settled after {rounds(outcome.rounds)}{_gains(choice)}"
+        what = f"{choice.algorithm} settled after {rounds(outcome.rounds)}{gains(choice)}"
         logger.info("%s (%s): %s", what, outcome.reason, reproduce(problem))
         for name, one in outcome.measured.items():
             if name != choice.algorithm:
                 found = with_spread(one.gain, one.spread)
                 logger.debug("  not %s: measured %s in %s", name, found, rounds(one.rounds))
-
-
-def _gains(choice: Choice) -> str:
-    """ ", measured 1.82x (1.75 to 1.90), predicted 2.46x": what is known of both."""
-    measured = f", measured {with_spread(choice.measured.gain, choice.measured.spread)}" if choice.measured else ""
-    predicted = "" if choice.predicted_gain is None else f", predicted {times(choice.predicted_gain)}"
-    return measured + predicted if choice.algorithm != NATIVE else ""
 
 
 def reproduce(problem: ConvProblem, settings: Settings | None = None) -> str:
