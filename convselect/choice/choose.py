@@ -16,6 +16,8 @@ from convselect.choice.trial import Measured
 from convselect.kernels._contract import Algorithm, NotApplicable
 from convselect.kernels.pool import BY_NAME
 
+TIMED = ("verify", "measure", "store")
+"""Sources of choices that were made by timing, in this process or an earlier one."""
 NOMINATED = 3
 """Candidates of a trial, besides native."""
 NOMINATION_GAP = math.log(1.3)
@@ -33,10 +35,10 @@ class Choice:
     """One algorithm for one problem, and the source of this choice.
 
     Attributes:
-        source: "forced", "memory" (a graph names it), "store", "small", "model", "fallback", or "verify" or "measure" (timed in
-            this process).
-        predicted_gain: speed relative to native, as the model predicts, with what was learnt since; 1.0 for native, None
-            if the model was not asked.
+        source: "forced", "memory" (a graph names it), "store", "small", "model", "fallback", "verify" or "measure"
+            (timed in this process), or "trial" (being timed; only to tell people of it).
+        predicted_gain: speed relative to native, as the model predicts, with what was learnt since; 1.0 for native;
+            None if the model was not asked.
         measured: what timed calls have shown of it: number, median and spread of the speed relative to native; None if
             nothing was timed, and for native.
         probability: the model's probability for this algorithm; None unless the model was asked.
@@ -56,8 +58,22 @@ class Choice:
 
     @property
     def gain(self) -> float | None:
-        """Speed relative to native: as measured, else as predicted; 1.0 for native."""
+        """Speed relative to native: as measured, else as predicted; 1.0 for native. For thresholds: people are told the
+        one or the other by its name."""
         return self.predicted_gain if self.measured is None else self.measured.gain
+
+    @property
+    def measured_gain(self) -> float | None:
+        """Speed relative to native in timed calls; 1.0 for native if timing has settled on it; None if nothing was
+        timed."""
+        if self.measured is not None:
+            return self.measured.gain
+        return 1.0 if self.algorithm == NATIVE and self.source in TIMED else None
+
+    @property
+    def spread(self) -> tuple[float, float] | None:
+        """(p20, p80) of the measured gain; None if they are not known."""
+        return None if self.measured is None else self.measured.spread
 
 
 class Prediction(Protocol):

@@ -16,6 +16,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from convselect.base.settings import Settings
 from convselect.base.warnings import warn_once
 from convselect.choice.account import Account
 from convselect.choice.choose import NATIVE, Choice
-from convselect.choice.trial import Outcome, Prior, Trial
+from convselect.choice.trial import OnTrial, Outcome, Prior, Trial
 from convselect.kernels import _library
 from convselect.kernels.pool import BY_NAME
 from convselect.measure.rows import PLAN_COST_US
@@ -44,7 +45,8 @@ ERROR_BOUNDS = {"float64": 1e-11, "float32": 2e-4, "float16": 5e-3, "bfloat16": 
 """Relative L2 distance from native's result beyond which a candidate's is a mistake: ten times the loosest grade."""
 LOSS = 0.01
 """ln(t / t_native) from which an audit gives a choice up."""
-_REPEATABLE = frozenset({"torch.utils.checkpoint", "torch.autograd.gradcheck"})
+_REPEATABLE = frozenset({"torch.utils.checkpoint", "torch.autograd.gradcheck", "convselect.explain"})
+"""Modules whose calls are no turns of a trial: those that need the same bits twice, and those that only look."""
 _wall_ns, _thread_ns = timing.SYSTEM_CLOCK
 DISTURBED, DISTURBED_US = 1.5, 500.0
 """A call on several threads was interrupted if its time is this much more than what its own thread computed."""
@@ -137,6 +139,15 @@ class LiveTrial:
         """What it was settled on, or what is chosen if no trial can be held."""
         return self.choice or self.provisional
 
+    @property
+    def on_trial(self) -> OnTrial | None:
+        """How the trial stands; None once it is settled. Asking changes nothing."""
+        if self.choice is not None:
+            return None
+        trial = self.trial
+        waiting = trial.turns == 1 and trial.native_us is not None and not self._allowed()
+        return replace(trial.state(), waiting=waiting)
+
     def params_of(self, name: str) -> Mapping[str, Any] | None:
         """Parameters that an algorithm runs with here; None for its default. Tuned ones belong to what was tuned."""
         return self.provisional.params if name == self.provisional.algorithm else None
@@ -214,10 +225,13 @@ class LiveTrial:
         """Whether the process has time left for this trial. Before native's time is known it is only native's turn."""
         if self.trial.turns == 0 or self.trial.native_us is None:
             return True
-        if not account.allows(timing.computed_us() / self.problem.threads):
+        if not self._allowed():
             return False
         account.begun(self.trial.native_us)
         return True
+
+    def _allowed(self) -> bool:
+        return account.allows(timing.computed_us() / self.problem.threads)
 
     # ---- timing -------------------------------------------------------------------------------------------------
 
@@ -385,7 +399,7 @@ def keep(problem: ConvProblem, settings: Settings, choice: Choice, samples: int)
             choice.algorithm,
             choice.params,
             choice.source,
-            choice.gain,
+            choice.measured_gain,
             revision,
             samples,
         )
@@ -418,7 +432,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _must_repeat(device: torch.device) -> bool:
-    """Whether the call at hand has to give the bits that another one gave, or must not be timed."""
+    """Whether the call at hand has to give the bits that another one gave, or must not be timed or counted."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return True
     frame = sys._getframe(2)
