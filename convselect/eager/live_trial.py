@@ -239,10 +239,10 @@ class LiveTrial:
         if new and not is_right(name, result, FIRST_PLACES):
             del result
             self.trial.drop(name)
+            self.trial.charge((now_ns() - begun_ns) / 1e3)
+            self._settle_if_done()
             result = run(NATIVE)
             assert result is not None
-            self.trial.charge((now_ns() - begun_ns) / 1e3 - us)
-            self._settle_if_done()
             return result
         undisturbed = self._undisturbed(us, thread_us)
         overhead_us = (now_ns() - begun_ns) / 1e3 - us
