@@ -168,6 +168,11 @@ class Trial:
         return _middle(warm) if warm else self._cold_us.get(NATIVE)
 
     @property
+    def favourite_is_next(self) -> bool:
+        """Whether the very first call is still to come, and a candidate's."""
+        return not self._cold_us and bool(self._order) and self._order[-1] != NATIVE
+
+    @property
     def rounds(self) -> int:
         return len(self._rounds)
 

@@ -78,6 +78,7 @@ class LiveTrial:
 
     __slots__ = (
         "_audit",
+        "_begun",
         "_calls",
         "_disturbed",
         "_forks",
@@ -123,6 +124,7 @@ class LiveTrial:
         # least; on several, time that passes.
         self._now_ns = _thread_ns if problem.threads == 1 else _wall_ns
         self._audit = audit
+        self._begun = False
         self._on_settled = on_settled
         self._lock = threading.Lock()
         self._forks = _forks
@@ -192,7 +194,7 @@ class LiveTrial:
         if self.choice is None:
             if _must_repeat(device):
                 return None
-            if self.trial.turns <= 1 and not self._may_begin():
+            if not self._begun and not self._may_begin():
                 self.waits = WAIT_CALLS
                 self.trial.wait(WAIT_CALLS + 1)
                 self._settle_if_done()
@@ -211,12 +213,15 @@ class LiveTrial:
             self.trial.postpone(name)
 
     def _may_begin(self) -> bool:
-        """Whether the process has time left for this trial. Before native's time is known it is only native's turn."""
-        if self.trial.turns == 0 or self.trial.native_us is None:
+        """Whether the process has time left for this trial. Native's first turn costs nothing; a favourite's may."""
+        native_us = self.trial.native_us
+        if native_us is None and not self.trial.favourite_is_next:
             return True
         if not account.allows(timing.computed_us() / self.problem.threads):
             return False
-        account.begun(self.trial.native_us)
+        if native_us is not None:
+            self._begun = True
+            account.begun(native_us)
         return True
 
     # ---- timing -------------------------------------------------------------------------------------------------
