@@ -11,6 +11,7 @@ from convselect.aten.strides import with_strides
 from convselect.base.lru import on_clear
 from convselect.base.problem import ConvProblem
 from convselect.base.warnings import warn_once
+from convselect.choice.budgets import distrusted
 from convselect.choice.choose import NATIVE, Choice
 from convselect.eager import batch, checks
 from convselect.eager.live_trial import LiveTrial, is_out_of_memory
@@ -72,6 +73,8 @@ def _on_trial(
     def run(name: str) -> Tensor | None:
         if name == NATIVE:
             return with_strides(_native(a, b, problem, bias), strides)
+        if name in distrusted:
+            return None
         found = without_autocast(BY_NAME[name].run_checked, a, b, problem, trial.params_of(name), bias)
         return None if found is None else with_strides(found, strides)
 
@@ -118,6 +121,8 @@ def _attempt(choice: Choice, a: Tensor, b: Tensor, problem: ConvProblem, bias: T
     """The chosen algorithm's result; None if it has to be left to native. A forced one raises what it raises."""
     algorithm = BY_NAME[choice.algorithm]
     forced = choice.source == "forced"
+    if not forced and algorithm.name in distrusted:
+        return None  # a graph names it, or a plan that autograd still holds
     failing = bool(failures) and not forced
     if failing and _rests(algorithm.name, problem):
         return None
