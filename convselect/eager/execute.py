@@ -44,7 +44,12 @@ def execute(
     if idle.left < 0:
         loaded.release_idle()
     if isinstance(choice, LiveTrial):
-        return _on_trial(choice, a, b, problem, strides, bias)
+        settled = choice.choice
+        if settled is None or settled.algorithm == NATIVE or checks.due.left > 0:
+            if settled is not None:
+                checks.due.left -= 1
+            return _on_trial(choice, a, b, problem, strides, bias)
+        choice = settled  # its result is due to be checked; the audit goes on with the next call
     if choice.per_image is not None:
         settings = choice.per_image
         result = batch.run(
