@@ -22,12 +22,12 @@ from convselect.choice.learnt import (
     Corrected,
     Estimate,
     Learnt,
-    algorithm_key,
     is_settled,
     layer_of,
 )
 
 P = conv_problem(1, 8, 14, 14, 8, 3, 3, padding=1)
+D = P.direction
 ALONE = math.sqrt(ALGORITHM_SD**2 + LAYER_SD**2 + SIZE_SD**2)
 
 
@@ -53,27 +53,27 @@ def test_the_closed_form_is_the_posterior(seed):
     source, learnt = random.Random(seed), Learnt()
     residuals = [(source.randrange(6), source.uniform(-1, 1)) for _ in range(source.randrange(1, 25))]
     for layer, residual in residuals:
-        learnt.add("a", layer, residual)
+        learnt.add("a", D, layer, residual)
     for layer in (*range(6), "new"):
-        found = learnt.estimate("a", layer)
+        found = learnt.estimate("a", D, layer)
         assert (found.shift, found.sd) == pytest.approx(posterior(residuals, layer), abs=1e-12)
         assert found.of_layer == sum(name == layer for name, _ in residuals)
         assert found.of_algorithm == len({name for name, _ in residuals})
 
 
 def test_nothing_learnt_is_no_correction():
-    assert Learnt().estimate("a", "layer") == Estimate(0.0, pytest.approx(ALONE), 0, 0)
+    assert Learnt().estimate("a", D, "layer") == Estimate(0.0, pytest.approx(ALONE), 0, 0)
     learnt = Learnt()
-    learnt.add("b", "layer", 1.0)
-    assert learnt.estimate("a", "layer") == Estimate(0.0, pytest.approx(ALONE), 0, 0)
-    learnt.put("a", "layer", 0, 5.0)
+    learnt.add("b", D, "layer", 1.0)
+    assert learnt.estimate("a", D, "layer") == Estimate(0.0, pytest.approx(ALONE), 0, 0)
+    learnt.put("a", D, "layer", 0, 5.0)
     assert len(learnt) == 1
 
 
 def test_one_problem_teaches_most_about_its_layer_and_something_about_the_algorithm():
     learnt = Learnt()
-    assert learnt.add("a", "layer", -0.8) == (1, -0.8)
-    same, other = learnt.estimate("a", "layer"), learnt.estimate("a", "other")
+    assert learnt.add("a", D, "layer", -0.8) == (1, -0.8)
+    same, other = learnt.estimate("a", D, "layer"), learnt.estimate("a", D, "other")
     assert -0.8 < same.shift < other.shift < 0
     assert same.sd < other.sd < ALONE
     assert (same.of_layer, other.of_layer) == (1, 0)
@@ -82,11 +82,11 @@ def test_one_problem_teaches_most_about_its_layer_and_something_about_the_algori
 def test_many_problems_leave_the_spread_of_sizes():
     learnt = Learnt()
     for layer in range(400):
-        learnt.put("a", layer, 1000, 0.5)
-    found = learnt.estimate("a", 7)
+        learnt.put("a", D, layer, 1000, 0.5)
+    found = learnt.estimate("a", D, 7)
     assert found.shift == pytest.approx(0.5, abs=0.01)
     assert found.sd == pytest.approx(SIZE_SD, rel=0.01)
-    assert learnt.estimate("a", "new").sd == pytest.approx(math.hypot(SIZE_SD, LAYER_SD), rel=0.01)
+    assert learnt.estimate("a", D, "new").sd == pytest.approx(math.hypot(SIZE_SD, LAYER_SD), rel=0.01)
 
 
 def test_sums_that_are_kept_equal_those_computed_anew():
@@ -94,45 +94,45 @@ def test_sums_that_are_kept_equal_those_computed_anew():
     for _ in range(2000):
         layer = source.randrange(50)
         if source.random() < 0.2:
-            learnt.put("a", layer, source.randrange(1, 9), source.uniform(-1, 1))
+            learnt.put("a", D, layer, source.randrange(1, 9), source.uniform(-1, 1))
         else:
-            learnt.add("a", layer, source.uniform(-2, 2))
-    kept = learnt._algorithms["a"]
+            learnt.add("a", D, layer, source.uniform(-2, 2))
+    kept = learnt._by_direction[D]["a"]
     weights = {layer: module._weight(n) for layer, (n, _) in kept.layers.items()}
     assert kept.weight == pytest.approx(sum(weights.values()))
     assert kept.weighted == pytest.approx(sum(weights[layer] * mean for layer, (_, mean) in kept.layers.items()))
     fresh = Learnt()
     for layer, (n, mean) in kept.layers.items():
-        fresh.put("a", layer, n, mean)
-    assert fresh.estimate("a", 5) == pytest.approx(learnt.estimate("a", 5))
+        fresh.put("a", D, layer, n, mean)
+    assert fresh.estimate("a", D, 5) == pytest.approx(learnt.estimate("a", D, 5))
 
 
 def test_put_is_what_add_returned():
     """A later process knows as much as this one."""
     here, later = Learnt(), Learnt()
     for i, residual in enumerate((0.3, -0.2, 0.5, 0.1)):
-        later.put("a", i % 2, *here.add("a", i % 2, residual))
+        later.put("a", D, i % 2, *here.add("a", D, i % 2, residual))
     for layer in (0, 1, 2):
-        assert later.estimate("a", layer) == pytest.approx(here.estimate("a", layer))
+        assert later.estimate("a", D, layer) == pytest.approx(here.estimate("a", D, layer))
 
 
 def test_residuals_are_limited():
     for residual in (1e9, -1e9, math.inf, -math.inf):
         learnt = Learnt()
-        assert learnt.add("a", "layer", residual) == (1, math.copysign(MOST_RESIDUAL, residual))
+        assert learnt.add("a", D, "layer", residual) == (1, math.copysign(MOST_RESIDUAL, residual))
 
 
 def test_the_oldest_layers_are_forgotten(monkeypatch):
     monkeypatch.setattr(module, "MOST_LAYERS", 3)
     learnt = Learnt()
     for layer in "abc":
-        learnt.add("x", layer, 0.5)
-    learnt.add("x", "a", 0.5)  # the newest again
-    learnt.add("x", "d", 0.5)
-    assert list(learnt._algorithms["x"].layers) == ["c", "a", "d"]
-    assert learnt.estimate("x", "b").of_layer == 0
-    assert learnt._algorithms["x"].weight == pytest.approx(2 * module._weight(1) + module._weight(2))
-    learnt.add("y", "e", 0.5)
+        learnt.add("x", D, layer, 0.5)
+    learnt.add("x", D, "a", 0.5)  # the newest again
+    learnt.add("x", D, "d", 0.5)
+    assert list(learnt._by_direction[D]["x"].layers) == ["c", "a", "d"]
+    assert learnt.estimate("x", D, "b").of_layer == 0
+    assert learnt._by_direction[D]["x"].weight == pytest.approx(2 * module._weight(1) + module._weight(2))
+    learnt.add("y", D, "e", 0.5)
     assert len(learnt) == 4
 
 
@@ -146,8 +146,6 @@ def test_a_layer_is_all_but_batch_and_image_size():
         P._replace(stride_h=2), P._replace(dtype="bfloat16"), P._replace(layout="channels_last"),
     )  # fmt: skip
     assert len({layer_of(p) for p in (P, *others)}) == 1 + len(others)
-    keys = {algorithm_key(name, P.with_direction(d)) for name in ("a", "b") for d in Direction}
-    assert len(keys) == 6
 
 
 class Predicts(FakePrediction):
@@ -167,7 +165,7 @@ def teach(learnt: Learnt, name: str, residual: float, problem=P, layers: int = 1
     """Of this problem's layer, or of others."""
     for i in range(layers):
         layer = layer_of(problem) if layers == 1 else f"another {i}"
-        learnt.add(algorithm_key(name, problem), layer, residual)
+        learnt.add(name, problem.direction, layer, residual)
 
 
 def test_corrected_predictions_are_ranked_anew():
@@ -182,17 +180,31 @@ def test_corrected_predictions_are_ranked_anew():
     assert found.ranked == ["b", *(("a", "native") if 0.7 + shift > 0 else ("native", "a")), "c"]
     assert found.margin == FakePrediction.margin
     assert found.probability("a") == 1 / 4
-    assert found.log_gain("unknown") == -math.inf
     assert found.estimate("unknown").of_layer == 0
 
 
-def test_native_and_what_is_far_behind_are_not_corrected():
+def test_what_is_far_behind_is_not_corrected():
     learnt = Learnt()
-    for name in ("a", "native"):
-        teach(learnt, name, 1.0)
-    found = corrected(learnt, a=NEAR)
-    assert (found.log_gain("a"), found.log_gain("native")) == (NEAR, 0.0)
+    teach(learnt, "a", 1.0)
+    found = corrected(learnt, a=NEAR, b=0.1)
+    assert (found.log_gain("a"), found.log_gain("b"), found.log_gain("native")) == (NEAR, 0.1, 0.0)
     assert corrected(learnt, a=NEAR + 0.01).log_gain("a") > NEAR + 0.3
+
+
+def test_where_nothing_was_learnt_the_prediction_stays_as_it_is():
+    found = corrected(Learnt(), a=0.5, b=0.1)
+    assert (found.ranked, found.log_gain("a"), found.log_gain("native")) == (["a", "b", "native"], 0.5, 0.0)
+    assert found.estimate("a") == module.NOTHING
+
+
+def test_directions_and_their_names_are_the_same_key():
+    """The store keeps texts."""
+    learnt = Learnt()
+    for direction in Direction:
+        learnt.add("a", str(direction), layer_of(P.with_direction(direction)), 0.5)
+        assert corrected(learnt, P.with_direction(direction), a=0.1).log_gain("a") > 0.3
+    assert [list(learnt.known(direction)) for direction in Direction] == [["a"]] * 3
+    assert list(learnt.known("sideways")) == []
 
 
 def test_what_was_learnt_holds_for_other_sizes_of_the_layer_and_for_its_direction_only():
@@ -252,8 +264,8 @@ def test_one_problem_leaves_a_doubt_that_two_do_not():
     teach(once, "a", -0.5)
     for _ in range(2):
         teach(twice, "a", -0.5)
-    shift = once.estimate(algorithm_key("a", P), layer_of(P)).shift
-    sd = once.estimate(algorithm_key("a", P), layer_of(P)).sd
+    shift = once.estimate("a", D, layer_of(P)).shift
+    sd = once.estimate("a", D, layer_of(P)).sd
     gain = 0.0 - shift  # corrected: 0
     assert 0.5 * sd > 0.02
     assert is_settled(["a"], corrected(once, a=gain), 0.02) is None
@@ -270,7 +282,7 @@ def test_how_often_settling_is_wrong_if_the_model_of_residuals_holds():
             layer, predicted = source.gauss(0, LAYER_SD), source.uniform(-0.1, 1.0)
             p = P._replace(C=8 + i)
             first, second = (predicted + b + layer + source.gauss(0, SIZE_SD) for _ in range(2))
-            learnt.add(algorithm_key("a", p), layer_of(p), first - predicted)
+            learnt.add("a", D, layer_of(p), first - predicted)
             found = is_settled(["a"], corrected(learnt, p, a=predicted), 0.02)
             if found is not None:
                 settled[found] += 1
