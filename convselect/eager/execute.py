@@ -58,8 +58,8 @@ def execute(
     else:
         due = checks.due
         due.left -= 1
-        # None: it is still being compiled, failed or was wrong; or a transform turned one NaN or infinity into a tile or
-        # an image of them, and native keeps them where they belong.
+        # None: it is still being compiled, failed or was wrong; or a transform turned one NaN or infinity into a tile
+        # or an image of them, and native keeps them where they belong.
         if due.left >= 0 or choice.algorithm == NATIVE or choice.source == "forced":
             attempted = _attempt(choice, a, b, problem, bias)
         else:

@@ -183,12 +183,12 @@ class LiveTrial:
 
     def _turn(self, device: torch.device) -> str | None:
         if self._pending is not None:
-            name, first, last, done, error = self._pending
+            timed, first, last, done, error = self._pending
             if not done.query():
                 return None
             self._pending = None
-            if error is None or self._is_right(name, float(error)):
-                self._record(name, 1e3 * first.elapsed_time(last))
+            if error is None or self._is_right(timed, float(error)):
+                self._record(timed, 1e3 * first.elapsed_time(last))
                 if error is not None:
                     self.trial.charge(1e3 * last.elapsed_time(done))
         if self.choice is None:
@@ -284,8 +284,8 @@ class LiveTrial:
         return native
 
     def _undisturbed(self, us: float, thread_us: float) -> float | None:
-        """What a call took, without what neighbours on the machine took from it; None if that cannot be told: on several
-        threads, if its own thread stood still meanwhile, since the others wait for it."""
+        """What a call took, without what neighbours on the machine took from it; None if that cannot be told: on
+        several threads, if its own thread stood still meanwhile, since the others wait for it."""
         if self.problem.threads > 1 and us > DISTURBED * thread_us + DISTURBED_US:
             self._disturbed += 1
             return us if self._disturbed > MOST_DISTURBED else None
