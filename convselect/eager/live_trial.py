@@ -154,21 +154,24 @@ class LiveTrial:
             return self._otherwise(run)  # two calls at once would time each other
         try:
             begun_ns, before_us = self._now_ns(), self.trial.excess_us
-            name = self._turn(device)
-            if name is None:
-                return self._otherwise(run)
-            algorithm = BY_NAME[name]
-            if algorithm.may_be_unready and not algorithm.ready(self.problem, self.params_of(name)):
-                self._postpone(name)
-                return self._otherwise(run)
-            if device.type == "cuda":
-                return self._timed_on_gpu(name, run)
             try:
-                return self._timed(name, run, is_right, begun_ns)
+                return self._timed_if_due(run, device, is_right, begun_ns)
             finally:
                 account.excess_us += self.trial.excess_us - before_us
         finally:
             self._lock.release()
+
+    def _timed_if_due(self, run: Run, device: torch.device, is_right: Check, begun_ns: int) -> Tensor:
+        name = self._turn(device)
+        if name is None:
+            return self._otherwise(run)
+        algorithm = BY_NAME[name]
+        if algorithm.may_be_unready and not algorithm.ready(self.problem, self.params_of(name)):
+            self._postpone(name)
+            return self._otherwise(run)
+        if device.type == "cuda":
+            return self._timed_on_gpu(name, run)
+        return self._timed(name, run, is_right, begun_ns)
 
     def _otherwise(self, run: Run) -> Tensor:
         """What runs untimed: the choice, if there is one."""
@@ -422,7 +425,7 @@ def _must_repeat(device: torch.device) -> bool:
     """Whether the call at hand has to give the bits that another one gave, or must not be timed."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return True
-    frame = sys._getframe(2)
+    frame = sys._getframe(3)
     while frame is not None:
         if frame.f_globals.get("__name__") in _REPEATABLE:
             return True
