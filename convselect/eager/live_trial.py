@@ -153,11 +153,13 @@ class LiveTrial:
         if not self._lock.acquire(blocking=False):
             return self._otherwise(run)  # two calls at once would time each other
         try:
-            begun_ns, before_us = self._now_ns(), self.trial.excess_us
+            begun_ns, before_us, native_us = self._now_ns(), self.trial.excess_us, self.trial.native_us
             try:
                 return self._timed_if_due(run, device, is_right, begun_ns)
             finally:
                 account.excess_us += self.trial.excess_us - before_us
+                if native_us is None and self.trial.native_us is not None:
+                    account.begun(self.trial.native_us)
         finally:
             self._lock.release()
 
@@ -222,9 +224,7 @@ class LiveTrial:
             return True
         if not account.allows(timing.computed_us() / self.problem.threads):
             return False
-        if native_us is not None:
-            self._begun = True
-            account.begun(native_us)
+        self._begun = native_us is not None
         return True
 
     # ---- timing -------------------------------------------------------------------------------------------------
