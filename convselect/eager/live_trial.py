@@ -167,8 +167,7 @@ class LiveTrial:
         name = self._turn(device)
         if name is None:
             return self._otherwise(run)
-        algorithm = BY_NAME[name]
-        if algorithm.may_be_unready and not algorithm.ready(self.problem, self.params_of(name)):
+        if not self._is_ready(name):
             self._postpone(name)
             return self._otherwise(run)
         if device.type == "cuda":
@@ -178,11 +177,15 @@ class LiveTrial:
     def _otherwise(self, run: Run) -> Tensor:
         """What runs untimed: the choice, if there is one."""
         name = NATIVE if self.choice is None else self.choice.algorithm
-        result = self._tried(name, run)
+        result = self._tried(name, run) if self._is_ready(name) else None
         if result is None:
             result = run(NATIVE)
         assert result is not None
         return result
+
+    def _is_ready(self, name: str) -> bool:
+        algorithm = BY_NAME[name]
+        return not algorithm.may_be_unready or algorithm.ready(self.problem, self.params_of(name))
 
     # ---- whose turn it is ---------------------------------------------------------------------------------------
 
