@@ -206,6 +206,13 @@ class Trial:
         if self.outcome is None and self.calls > MOST_CALLS:
             self._end(f"{MOST_CALLS} calls")
 
+    def refuse(self, calls: int) -> None:
+        """As `wait`, because no trial may begin now. If it ends so, native runs: other trials have cost too much, so
+        the model's word is worth nothing."""
+        if self.outcome is None and self.calls + calls > MOST_CALLS:
+            self._settle(NATIVE, f"no trial could begin in {MOST_CALLS} calls", cut_short=True)
+        self.wait(calls)
+
     def is_cold(self, name: str) -> bool:
         """Whether this turn is the algorithm's first."""
         return name not in self._cold_us

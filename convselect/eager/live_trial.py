@@ -204,7 +204,7 @@ class LiveTrial:
                 return None
             if not self._begun and not self._may_begin():
                 self.waits = WAIT_CALLS
-                self.trial.wait(WAIT_CALLS + 1)
+                self.trial.refuse(WAIT_CALLS + 1)
                 self._settle_if_done()
                 return None
             name = self.trial.turn()
