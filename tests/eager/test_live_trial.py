@@ -247,7 +247,7 @@ def test_a_favourite_waits_as_well(race, account):
 @pytest.mark.parametrize("grad", [False, True])
 def test_who_waits_for_ever_is_settled_after_60_calls_and_nothing_is_stored(race, account, grad):
     x, weight = X.clone().requires_grad_(grad), torch.randn(4, 4, 3, 3)
-    for _ in range(1, 70):
+    for calls in range(1, 70):  # noqa: B007
         convselect.conv2d(x, weight, padding=1)
         (trial,) = on_trial()
         if trial.choice is not None:
