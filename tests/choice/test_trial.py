@@ -539,3 +539,14 @@ def test_what_happens_after_the_end_changes_nothing():
     trial.unusable("a", 0.0)
     assert trial.outcome is outcome
     assert trial.excess_us == excess
+
+
+def test_if_no_trial_could_begin_native_runs_whatever_the_model_says():
+    trial = Trial({"a": Prior(3.0, 0.1)})
+    play(trial, of(), 1)
+    for _ in range(3):
+        trial.refuse(17)
+    assert (trial.outcome, trial.calls) == (None, 52)
+    trial.refuse(17)
+    assert trial.outcome is not None
+    assert (trial.outcome.algorithm, trial.outcome.cut_short) == (NATIVE, True)

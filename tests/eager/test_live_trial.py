@@ -244,6 +244,24 @@ def test_a_favourite_waits_as_well(race, account):
     assert account.trials == 2
 
 
+@pytest.mark.parametrize("slowdown", [1.5, 3.0, 30.0])
+@pytest.mark.parametrize("network", [False, True])
+def test_a_model_that_lies_about_every_layer_costs_a_few_calls_of_native(race, slowdown, network, monkeypatch):
+    """Forty layers, one after the other or in turn; nothing else is computed."""
+    race["quick"].us = race["slow"].us = slowdown * NATIVE_US
+    race.model.gain = 1.1
+    monkeypatch.setattr(timing, "computed_us", lambda: race.clock.ns / 1e3)
+    layers = [(torch.zeros(1, 1 + i, 5, 5), torch.zeros(2, 1 + i, 3, 3)) for i in range(40)]
+    with torch.no_grad():
+        for x, weight in layers * 61 if network else [layer for layer in layers for _ in range(61)]:
+            convselect.conv2d(x, weight)
+    assert {t.choice.algorithm for t in on_trial()} == {NATIVE}
+    excess = (slowdown - 1) * (len(race["quick"].runs) + len(race["slow"].runs))
+    # Trials that began together know nothing of what the others will cost.
+    bound = 40 + ALLOWANCE_CALLS + slowdown + 0.005 * len(layers) * 61
+    assert excess <= (bound + 40 * 1.5 if network else bound)
+
+
 @pytest.mark.parametrize("grad", [False, True])
 def test_who_waits_for_ever_is_settled_after_60_calls_and_nothing_is_stored(race, account, grad):
     x, weight = X.clone().requires_grad_(grad), torch.randn(4, 4, 3, 3)
@@ -253,8 +271,7 @@ def test_who_waits_for_ever_is_settled_after_60_calls_and_nothing_is_stored(race
         if trial.choice is not None:
             break
     assert 40 < calls <= MOST_CALLS + 1
-    assert trial.choice.source == "model"
-    assert trial.choice.measured is None
+    assert (trial.choice.algorithm, trial.choice.source, trial.choice.measured) == (NATIVE, "model", None)
     assert process.look_up(trial.problem, settings.current().budgets) is None
 
 
