@@ -17,9 +17,13 @@ from torch import Tensor, nn
 from convselect.aten.arguments import problems_of
 from convselect.base import settings
 from convselect.base.problem import ConvProblem
-from convselect.base.settings import Settings
-from convselect.choice.reasons import reasons, times
-from convselect.eager import resolve
+from convselect.base.settings import TIMING, Settings
+from convselect.choice.choose import TIMED, Prediction
+from convselect.choice.reasons import reasons, times, with_spread
+from convselect.choice.trial import OnTrial
+from convselect.eager import learning, resolve
+from convselect.eager.live_trial import LiveTrial
+from convselect.eager.standing import told
 from convselect.kernels.pool import BY_NAME
 from convselect.model import loaded
 
@@ -30,10 +34,19 @@ class Row:
 
     Attributes:
         layer: the layer's name in the model, "" for a problem on its own.
+        algorithm: the one chosen. While the first calls are being timed it is the leader, which would be chosen if the
+            trial ended now: native if nothing is ahead of it. The calls themselves are run by all of them in turns.
         source: source of the choice: "forced", "memory", "store", "model", "verify" or "measure" (timed in this
-            process), "trial" (being timed), "fallback" (native, since there is no reason for another).
-        probability, gain: the model's probability for the algorithm, among those that apply, and predicted speed
-            relative to native; None if the model was not asked.
+            process), "trial" (being timed), "small" (native, since nothing can gain), "fallback" (native, since there is no
+            reason for another).
+        probability: the model's probability for the algorithm, among those that apply; None if it was not asked.
+        predicted_gain: the algorithm's speed relative to native as predicted: when it was chosen, before any call was
+            timed; for a choice of the store as the model says now. 1.0 for native; None without a prediction.
+        measured_gain: the same as timed calls have shown, in a trial those so far; 1.0 for native once timing has
+            settled on it; None if nothing was timed.
+        spread: (p20, p80) of the measured gain; None if not known, as after one round, or for choices of the store.
+        rounds: number of comparisons behind the measured gain.
+        trial: how the trial stands; None if none is open.
         why_not: for every other algorithm, one sentence.
         params: tuned parameters of the algorithm; None for its default.
         predicted: predicted speed relative to native, for every algorithm that may be chosen automatically here.
@@ -45,7 +58,11 @@ class Row:
     algorithm: str
     source: str
     probability: float | None
-    gain: float | None
+    predicted_gain: float | None
+    measured_gain: float | None = None
+    spread: tuple[float, float] | None = None
+    rounds: int = 0
+    trial: OnTrial | None = None
     why_not: dict[str, str] = field(default_factory=dict)
     params: dict[str, int] | None = None
     predicted: dict[str, float] = field(default_factory=dict)
@@ -69,20 +86,31 @@ class Explanation:
         return json.dumps({"rows": rows, "summary": self.summary(), "note": self.note}, indent=2)
 
     def summary(self) -> dict[str, dict[str, Any]]:
-        """Direction -> {"algorithms": name -> number of rows, most frequent first, "gain": times native's speed}.
+        """Direction -> what its rows have in common:
 
-        The gain is over all rows of the direction, weighted by FLOPs: native's times are not known without timing. None
-        if no row has a gain.
+            algorithms       name -> number of rows, most frequent first
+            on_trial         number of rows whose trial is open
+            predicted        speed relative to native as predicted, over the rows that have a prediction
+            predicted_share  the share of the direction's operations that these rows have
+            measured         the same as measured, over the rows that timing has settled; open trials do not count
+            measured_share   their share
+
+        Gains are weighted by FLOPs, since native's times are not known without timing. A row without a gain counts for
+        neither side: it would make an unmeasured network look as fast as native. None if no row has a gain.
         """
         found: dict[str, dict[str, Any]] = {}
         for direction in dict.fromkeys(row.direction for row in self.rows):
             rows = [row for row in self.rows if row.direction == direction]
-            native = sum(row.problem.flops for row in rows)
-            chosen = sum(row.problem.flops / (row.gain or 1.0) for row in rows)
-            known = native > 0 and any(row.gain is not None for row in rows)
+            predicted, predicted_share = _overall(rows, [row.predicted_gain for row in rows])
+            settled = [row.measured_gain if row.trial is None else None for row in rows]
+            measured, measured_share = _overall(rows, settled)
             found[direction] = {
                 "algorithms": dict(Counter(row.algorithm for row in rows).most_common()),
-                "gain": native / chosen if known else None,
+                "on_trial": sum(row.trial is not None for row in rows),
+                "predicted": predicted,
+                "predicted_share": predicted_share,
+                "measured": measured,
+                "measured_share": measured_share,
             }
         return found
 
@@ -90,16 +118,27 @@ class Explanation:
         lines = []
         for direction, said in self.summary().items():
             names = ", ".join(f"{count} {name}" for name, count in said["algorithms"].items())
-            gain = f"; expected gain {times(said['gain'])}, by operations" if said["gain"] is not None else ""
-            lines.append(f"{direction}: {names}{gain}")
+            parts = [f"{direction}: {names}"]
+            for kind in ("predicted", "measured"):
+                if said[kind] is not None:
+                    share = said[f"{kind}_share"]
+                    of = "" if share > 0.995 else f" over {share:.0%} of them"
+                    parts.append(f"{kind} {times(said[kind])}{of}")
+            lines.append("; ".join(parts) + (", by operations" if len(parts) > 1 else ""))
+            if said["on_trial"]:
+                lines[-1] += f"; {said['on_trial']} on trial"
         return lines
 
     def __str__(self) -> str:
-        header = ("layer", "direction", "problem", "algorithm", "source", "p", "gain")
+        header = ("layer", "direction", "problem", "algorithm", "source", "p", "predicted", "measured")
         cells = [
-            (r.layer, r.direction, r.problem.brief, r.algorithm, r.source, _number(r.probability), times(r.gain))
+            (
+                r.layer, r.direction, r.problem.brief, r.algorithm if r.trial is None else f"{r.algorithm} leads",
+                r.source if r.trial is None else f"trial: {r.trial}", _number(r.probability), times(r.predicted_gain),
+                with_spread(r.measured_gain, r.spread),
+            )
             for r in self.rows
-        ]
+        ]  # fmt: skip
         lines = [_table(header, cells)]
         if len(self.rows) > 1:
             lines += self._summary_lines()
@@ -110,7 +149,8 @@ class Explanation:
         lines = [str(self)]
         for row in self.rows:
             params = "".join(f" {name}={value}" for name, value in (row.params or {}).items())
-            lines.append(f"\n{row.layer or 'problem'} {row.problem}\n  takes {row.algorithm}{params}")
+            says = f"takes {row.algorithm}{params}" if row.trial is None else _of_trial(row.trial)
+            lines.append(f"\n{row.layer or 'problem'} {row.problem}\n  {says}")
             lines += [f"  not {name}: {reason}" for name, reason in row.why_not.items()]
         return "\n".join(lines)
 
@@ -137,7 +177,8 @@ def explain(target: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:
         A row per layer and shape for the forward direction, and for each gradient that training would need under the
         current grad mode.
 
-    The module's buffers (batch-norm statistics) and its training mode are left as they were.
+    The module's buffers (batch-norm statistics) and its training mode are left as they were. The call is no part of a
+    trial: it is neither timed nor counted.
     """
     rows: list[Row] = []
     seen: set[Any] = set()
@@ -180,9 +221,10 @@ def _recording(target: nn.Module, record: Any) -> Iterator[None]:
 
 
 def _row(layer: str, problem: ConvProblem, used: Settings) -> Row:
-    choice = resolve.choice_for(problem, used)
-    predictor = loaded.get_for(problem) if used.chooses else None
-    prediction = predictor.predict(problem) if predictor is not None else None
+    found = resolve.found_for(problem, used)
+    choice, trial = told(found)
+    held = found.trial if isinstance(found, LiveTrial) else None
+    prediction = _prediction(problem, used, timed=choice.measured is not None or choice.source in TIMED)
     probability, predicted = choice.probability, dict[str, float]()
     if prediction is not None:
         known = [BY_NAME[name] for name in prediction.ranked if name in BY_NAME]
@@ -192,9 +234,16 @@ def _row(layer: str, problem: ConvProblem, used: Settings) -> Row:
             for a in applicable
             if a.automatic and a.same_as_native(problem) is None
         }
+        if trial is not None:
+            probability = prediction.probability(choice.algorithm)
         if probability is not None:
             # The model spreads its probability over every name it knows; leave out names that cannot run here.
             probability /= sum(prediction.probability(a.name) for a in applicable)
+    if held is not None:
+        predicted |= {name: math.exp(prior.mean) for name, prior in held.priors.items()}
+    predicted_gain = choice.predicted_gain
+    if predicted_gain is None and choice.source != "forced":
+        predicted_gain = predicted.get(choice.algorithm)
     return Row(
         layer,
         str(problem.direction),
@@ -202,11 +251,39 @@ def _row(layer: str, problem: ConvProblem, used: Settings) -> Row:
         choice.algorithm,
         choice.source,
         probability,
-        choice.gain,
-        reasons(problem, choice, used, prediction),
+        predicted_gain,
+        choice.measured_gain,
+        choice.spread,
+        0 if choice.measured is None else choice.measured.rounds,
+        trial,
+        reasons(problem, choice, used, prediction, held),
         None if choice.params is None else dict(choice.params),
         predicted,
     )
+
+
+def _prediction(problem: ConvProblem, used: Settings, *, timed: bool) -> Prediction | None:
+    """What the model says of this problem, with what trials have taught if the choice was made by that. If the problem
+    itself was timed that would be its own result: then the model alone."""
+    predictor = loaded.get_for(problem) if used.chooses else None
+    prediction = None if predictor is None else predictor.predict(problem)
+    if prediction is None or timed or used.policy not in TIMING or problem.deterministic or used.batch_invariant:
+        return prediction
+    return learning.corrected(prediction, problem)
+
+
+def _overall(rows: Sequence[Row], gains: Sequence[float | None]) -> tuple[float | None, float]:
+    """(the gain over the rows that have one, weighted by FLOPs; their share of the FLOPs)."""
+    known = [(row.problem.flops, gain) for row, gain in zip(rows, gains, strict=True) if gain is not None]
+    native, all_flops = sum(flops for flops, _ in known), sum(row.problem.flops for row in rows)
+    if native == 0:
+        return None, 0.0
+    return native / sum(flops / gain for flops, gain in known), native / all_flops
+
+
+def _of_trial(trial: OnTrial) -> str:
+    waiting = "; native runs, untimed, until the process has time for it" if trial.waiting else ""
+    return f"is on trial: {trial.leader} leads after {trial}{waiting}"
 
 
 def _number(value: float | None) -> str:

@@ -1,4 +1,5 @@
-"""`summary(model)`: which convolutions of a model are converted or frozen, and which choices were made by measuring.
+"""`summary(model)`: which convolutions of a model are converted or frozen, and which choices were made by measuring,
+which not.
 
 Computed from the model itself at every call, so that it is right for deep copies and unpickled models as well.
 """
@@ -14,31 +15,47 @@ from torch import nn
 
 from convselect.base.problem import ConvProblem, padding_sides, pair
 from convselect.eager import resolve
-from convselect.eager.live_trial import LiveTrial
+from convselect.eager.standing import TIMED, OnTrial, distrusted, gains, others, told
 from convselect.freeze.chains import why_not_frozen
 from convselect.freeze.freeze import FrozenForward, frozen_forwards, parents
 from convselect.layer import SelectedConv2d, check_module, why_not_converted
 
-_MEASURED = ("verify", "measure", "store")
-
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """A choice that this process has made by measuring, or is making.
+    """A choice that this process has made, or is making.
 
     Attributes:
         layers: the converted layers with the problem's geometry. It is not recorded which of them met its image size.
         problem: the sizes, and the direction.
-        source: "trial" (being timed), "verify" or "measure" (timed in this process), "store" (timed in an earlier one).
-        algorithms: the one chosen; for a trial, native and the candidates that are left.
-        gain: speed relative to native; None if it is not known, as during a trial.
+        source: "trial" (being timed), "verify" or "measure" (timed in this process), "store" (timed in an earlier one),
+            "model" (predicted).
+        algorithm: the one chosen; for a trial, its leader: the one that would be chosen if it ended now.
+        predicted_gain: speed relative to native as predicted when it was chosen, or when its trial began; None if the
+            model was not asked.
+        measured_gain: the same as timed calls have shown, in a trial those so far; 1.0 for native once timing has
+            settled on it; None if nothing was timed.
+        spread: (p20, p80) of the measured gain; None if not known, as after one round, or for choices of the store.
+        rounds: number of comparisons behind the measured gain.
+        trial: how the trial stands; None if none is open.
     """
 
     layers: tuple[str, ...]
     problem: ConvProblem
     source: str
-    algorithms: tuple[str, ...]
-    gain: float | None
+    algorithm: str
+    predicted_gain: float | None
+    measured_gain: float | None
+    spread: tuple[float, float] | None = None
+    rounds: int = 0
+    trial: OnTrial | None = None
+
+    def __str__(self) -> str:
+        if self.trial is None:
+            parts = [self.algorithm + gains(self, self.rounds)]
+        else:
+            parts = [f"{self.algorithm} leads after {self.trial}{gains(self)}", *others(self.trial)]
+        return f"{self.problem}: {'; '.join(parts)} ({_names(self.layers)})"
 
 
 @dataclass(frozen=True)
@@ -78,6 +95,10 @@ class Summary:
         inputs: a row per frozen module and kind of input that it has met.
         on_trial: problems of converted layers that are being timed on real calls.
         measured: problems of converted layers that were settled by timing.
+        predicted: problems of converted layers that were settled by the model. No trial was held, or one was too short
+            to tell.
+        distrusted: algorithm -> a sentence, for those that gave a wrong result and are not used any more in this
+            process.
     """
 
     converted: dict[str, str | None]
@@ -89,13 +110,14 @@ class Summary:
     inputs: tuple[FrozenInput, ...]
     on_trial: tuple[LayerChoice, ...]
     measured: tuple[LayerChoice, ...]
+    predicted: tuple[LayerChoice, ...]
+    distrusted: dict[str, str]
 
     def to_json(self) -> str:
         values = asdict(self)
-        for row, choice in zip(
-            (*values["on_trial"], *values["measured"]), (*self.on_trial, *self.measured), strict=True
-        ):
-            row["problem"] = str(choice.problem)
+        for kind in ("on_trial", "measured", "predicted"):
+            for row, choice in zip(values[kind], getattr(self, kind), strict=True):
+                row["problem"] = str(choice.problem)
         return json.dumps(values, indent=2)
 
     def __str__(self) -> str:
@@ -116,11 +138,12 @@ class Summary:
             times = "" if row.eager_us is None else f", {row.eager_us:.0f} us before, {row.frozen_us:.0f} us now"
             yield f"{_name(row.module)} for {row.input}: {row.layout or 'as it was'}{times}"
             yield from (f"  {_name(name)}: {candidate}" for name, candidate in row.chosen.items())
-        for choice in self.on_trial:
-            yield f"on trial: {choice.problem}: {', '.join(choice.algorithms)} ({_names(choice.layers)})"
-        for choice in self.measured:
-            gain = "" if choice.gain is None else f", {choice.gain:.2f} times native's speed"
-            yield f"measured: {choice.problem}: {choice.algorithms[0]}{gain} ({_names(choice.layers)})"
+        yield from (f"on trial: {choice}" for choice in self.on_trial)
+        yield from (f"measured: {choice}" for choice in self.measured)
+        if self.predicted or self.measured or self.on_trial:
+            counts = f"{len(self.measured)} choices measured, {len(self.on_trial)} on trial"
+            yield f"{counts}, {len(self.predicted)} predicted only"
+        yield from (f"not used any more: {why}" for why in self.distrusted.values())
 
 
 def summary(model: nn.Module) -> Summary:
@@ -148,7 +171,7 @@ def summary(model: nn.Module) -> Summary:
         for name, module in modules.items()
         if name not in converted and name not in fused
     }
-    on_trial, measured = _choices({name: modules[name] for name in converted})
+    choices = _choices({name: modules[name] for name in converted})
     return Summary(
         converted,
         {name: "It was not converted." if why is None else why for name, why in reasons.items() if why != ""},
@@ -157,8 +180,10 @@ def summary(model: nn.Module) -> Summary:
         fused,
         _not_fused(modules, frozen, fused),
         tuple(row for name, forward in frozen.items() for row in _inputs(name, forward)),
-        on_trial,
-        measured,
+        tuple(one for one in choices if one.trial is not None),
+        tuple(one for one in choices if one.source in TIMED),
+        tuple(one for one in choices if one.source == "model"),
+        dict(distrusted),
     )
 
 
@@ -190,24 +215,22 @@ def _inputs(name: str, forward: FrozenForward) -> Iterator[FrozenInput]:
         yield FrozenInput(name, text, plan.layout, chosen, plan.eager_us, plan.frozen_us)
 
 
-def _choices(layers: dict[str, Any]) -> tuple[tuple[LayerChoice, ...], tuple[LayerChoice, ...]]:
-    """(on trial, measured), from the current choices of this process."""
+def _choices(layers: dict[str, Any]) -> list[LayerChoice]:
+    """The current choices of this process for problems of these layers."""
     by_geometry: dict[tuple[int, ...], list[tuple[str, str | None]]] = {}
     for name, layer in layers.items():
         by_geometry.setdefault(_geometry(layer), []).append((name, layer.policy))
-    on_trial, measured = [], []
+    found = []
     remembered: Any = list(resolve.choices.entries.items()) if layers else []
     for (problem, used), entry in remembered:
         own = by_geometry.get((problem.C, *problem[5:17]), ())
         names = tuple(name for name, policy in own if policy in (None, used.policy))
-        choice = entry.found
-        if isinstance(choice, LiveTrial):
-            if names and choice.choice is None:
-                on_trial.append(LayerChoice(names, problem, "trial", ("native", *choice.trial.live), None))
-            choice = choice.choice
-        if names and choice is not None and choice.source in _MEASURED:
-            measured.append(LayerChoice(names, problem, choice.source, (choice.algorithm,), choice.gain))
-    return tuple(dict.fromkeys(on_trial)), tuple(dict.fromkeys(measured))
+        if names:
+            choice, trial = told(entry.found)
+            count = 0 if choice.measured is None else choice.measured.rounds
+            gains = (choice.predicted_gain, choice.measured_gain, choice.spread)
+            found.append(LayerChoice(names, problem, choice.source, choice.algorithm, *gains, count, trial))
+    return list(dict.fromkeys(found))
 
 
 def _geometry(layer: nn.Conv2d) -> tuple[int, ...]:

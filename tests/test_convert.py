@@ -12,13 +12,16 @@ import warnings
 import pytest
 import torch
 from _parity import OTHER, favouring
+from race import GAINS, PREDICTED, QUICK, SLOW, racing
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 import convselect
 from convselect import SelectedConv2d
 from convselect.base.problem import ConvProblem, Direction
+from convselect.choice import budgets
 from convselect.choice.choose import Choice
+from convselect.choice.trial import Measured
 from convselect.eager import live_trial, resolve
 
 
@@ -511,7 +514,7 @@ def test_a_summary_of_an_untouched_model():
     assert state_of(model) == before
     assert report.left_alone == dict.fromkeys(("0", "1.conv", "2"), "It was not converted.")
     empty = (report.converted, report.folded, report.fused, report.not_fused, report.frozen, report.inputs)
-    assert not any((*empty, report.on_trial, report.measured))
+    assert not any((*empty, report.on_trial, report.measured, report.predicted, report.distrusted))
     assert str(report).splitlines() == [
         "0 convolutions converted, 3 left alone",
         *(f"  {name}: It was not converted." for name in ("0", "1.conv", "2")),
@@ -605,8 +608,8 @@ def test_names_are_those_in_the_model_that_is_asked():
 
 
 def test_what_is_measured_and_on_trial_is_told(favourite, monkeypatch):
-    for clock in ("_wall_ns", "_thread_ns"):  # every call takes as long as every other, whatever else the machine does
-        monkeypatch.setattr(live_trial, clock, itertools.count(0, 10**6).__next__)
+    for clock in ("_wall_ns", "_thread_ns"):  # every call takes 1 us, whatever else the machine does
+        monkeypatch.setattr(live_trial, clock, itertools.count(0, 1000).__next__)
     model, x = convselect.convert(small_net()), input_()
     assert (convselect.summary(model).on_trial, convselect.summary(model).measured) == ((), ())
     with convselect.use("verify"), torch.no_grad():
@@ -616,11 +619,12 @@ def test_what_is_measured_and_on_trial_is_told(favourite, monkeypatch):
             assert report.on_trial == ()
             return
         assert {row.layers for row in report.on_trial} == {("0",), ("1.conv",), ("2",)}
-        assert {(row.source, row.algorithms, row.gain) for row in report.on_trial} == {
-            ("trial", ("native", favourite), None)
-        }
+        assert {(row.source, row.trial.rounds, row.trial.calls) for row in report.on_trial} == {("trial", 0, 1)}
+        assert all(row.trial.candidates == {favourite: None} for row in report.on_trial)
         row = report.on_trial[1]
-        assert f"on trial: {row.problem}: native, {favourite} ({row.layers[0]})" in str(report)
+        assert f"on trial: {row.problem}: {row.algorithm} leads after 0 rounds, 1 of 60 calls" in str(report)
+        assert "0 choices measured, 3 on trial, 0 predicted only" in str(report)
+        assert json.loads(report.to_json())["on_trial"][1]["trial"]["leader"] == row.algorithm
         for _ in range(200):
             model(x)
     report = convselect.summary(model)
@@ -628,7 +632,9 @@ def test_what_is_measured_and_on_trial_is_told(favourite, monkeypatch):
     assert {row.layers for row in report.measured} == {("0",), ("1.conv",), ("2",)}
     assert {row.source for row in report.measured} == {"verify"}
     row = report.measured[0]
-    assert f"measured: {row.problem}: {row.algorithms[0]}, {row.gain:.2f} times native's speed" in str(report)
+    assert f"measured: {row.problem}: native ({', '.join(row.layers)})" in str(report)
+    assert (row.predicted_gain, row.measured_gain) == (1.0, 1.0)
+    assert "3 choices measured, 0 on trial, 0 predicted only" in str(report)
     assert json.loads(report.to_json())["measured"][0]["problem"] == str(row.problem)
 
 
@@ -643,10 +649,48 @@ def test_measured_choices_go_by_geometry_and_policy():
     put = resolve.choices.put
     for policy, source in (("verify", "verify"), ("measure", "measure"), ("auto", "model"), ("native", "forced")):
         with convselect.use(policy) as used:
-            put((problem, used), resolve._Chosen(Choice("direct", source, None, 2.5)))
-    rows = convselect.summary(model).measured
-    assert [(row.layers, row.source, row.algorithms, row.gain) for row in rows] == [
-        (("0",), "verify", ("direct",), 2.5),
-        (("0", "1"), "measure", ("direct",), 2.5),
+            measured = Measured(9, 1.5, 1.4, 1.6) if source in ("verify", "measure") else None
+            put((problem, used), resolve._Chosen(Choice("direct", source, None, 2.5, measured=measured)))
+    report = convselect.summary(model)
+    assert [(row.layers, row.source, row.algorithm) for row in report.measured] == [
+        (("0",), "verify", "direct"),
+        (("0", "1"), "measure", "direct"),
     ]
+    for row in report.measured:
+        assert (row.predicted_gain, row.measured_gain, row.spread, row.rounds) == (2.5, 1.5, (1.4, 1.6), 9)
+    told = f"{problem}: direct, measured 1.50x (1.40 to 1.60) in 9 rounds, predicted 2.50x (0)"
+    assert f"measured: {told}" in str(report)
+    # What only the model has said is counted, and not listed among what was measured.
+    (row,) = report.predicted
+    assert (row.layers, row.source, row.predicted_gain, row.measured_gain) == (("0",), "model", 2.5, None)
+    assert str(report).splitlines()[-1] == "2 choices measured, 0 on trial, 1 predicted only"
+    assert json.loads(report.to_json())["predicted"][0]["problem"] == str(problem)
     assert convselect.summary(model[4]).measured == ()
+
+
+def test_what_is_on_trial_has_its_leader_and_both_gains():
+    model, x = nn.Sequential(SelectedConv2d(4, 4, 3, padding=1)), torch.randn(2, 4, 10, 10)
+    with racing(), torch.no_grad():
+        while not (report := convselect.summary(model)).on_trial or report.on_trial[0].trial.rounds < 2:
+            model(x)
+        (row,) = report.on_trial
+        assert (row.algorithm, row.trial.leader, row.rounds) == (QUICK, QUICK, 2)
+        assert (row.predicted_gain, row.measured_gain) == pytest.approx((PREDICTED[QUICK], GAINS[QUICK]))
+        assert row.spread == pytest.approx((GAINS[QUICK], GAINS[QUICK]))
+        assert row.trial.candidates == pytest.approx(GAINS)
+        assert f"{QUICK} leads after {row.trial}, measured 1.82x (1.82 to 1.82), predicted 2.00x" in str(row)
+        assert f"; {SLOW}, measured 0.83x, predicted 2.40x (0)" in str(row)
+        while (report := convselect.summary(model)).on_trial:
+            model(x)
+    (row,) = report.measured
+    assert (row.algorithm, row.source, row.trial) == (QUICK, "verify", None)
+    assert (row.predicted_gain, row.measured_gain) == pytest.approx((PREDICTED[QUICK], GAINS[QUICK]))
+
+
+def test_what_is_not_used_any_more_is_told(monkeypatch):
+    why = "fft gave a wrong result in this process."
+    monkeypatch.setitem(budgets.distrusted, "fft", why)
+    report = convselect.summary(small_net())
+    assert report.distrusted == {"fft": why}
+    assert str(report).splitlines()[-1] == f"not used any more: {why}"
+    assert json.loads(report.to_json())["distrusted"] == {"fft": why}

@@ -6,13 +6,17 @@ from dataclasses import replace
 import pytest
 import torch
 from fake_model import use_fake
+from race import GAINS, PREDICTED, QUICK, SLOW, racing
 from torch import nn
 
 import convselect
 from convselect.base import lru, settings
 from convselect.base.problem import ConvProblem, Direction, conv_problem
+from convselect.choice import budgets
 from convselect.choice.choose import Choice
-from convselect.eager import resolve
+from convselect.choice.trial import MOST_CALLS, Measured
+from convselect.eager import live_trial, resolve
+from convselect.eager.live_trial import LiveTrial
 from convselect.kernels.pool import ALL
 from convselect.model import loaded
 
@@ -74,7 +78,8 @@ def test_every_other_algorithm_has_a_reason(monkeypatch):
             assert set(row.why_not) == {a.name for a in ALL} - {row.algorithm}
             assert all(reason.strip() for reason in row.why_not.values())
     (row,) = convselect.explain_problem(CONV3)
-    assert (row.algorithm, row.source, row.gain) == ("winograd4", "model", pytest.approx(3.0))
+    assert (row.algorithm, row.source) == ("winograd4", "model")
+    assert (row.predicted_gain, row.measured_gain, row.spread) == (pytest.approx(3.0), None, None)
     (double,) = convselect.explain_problem(CONV3._replace(dtype="float64"))
     assert "admits at most" in double.why_not["winograd6"]
     assert "by name" in row.why_not["reference"]
@@ -114,28 +119,184 @@ def test_a_model_is_summed_up_per_direction(monkeypatch):
     with torch.no_grad():
         found = convselect.explain(model, torch.randn(1, 8, 12, 12))
     said = found.summary()
-    assert said == {"forward": {"algorithms": {"winograd4": 2, "im2col_gemm": 1}, "gain": pytest.approx(2.0)}}
-    assert "forward: 2 winograd4, 1 im2col_gemm; expected gain 2.00x" in str(found)
+    assert said == {
+        "forward": {
+            "algorithms": {"winograd4": 2, "im2col_gemm": 1}, "on_trial": 0, "predicted": pytest.approx(2.0),
+            "predicted_share": 1.0, "measured": None, "measured_share": 0.0,
+        }
+    }  # fmt: skip
+    assert "forward: 2 winograd4, 1 im2col_gemm; predicted 2.00x, by operations" in str(found)
     assert json.loads(found.to_json())["summary"]["forward"]["algorithms"] == {"winograd4": 2, "im2col_gemm": 1}
-    # Half of the operations twice as fast: 1 / (0.5 + 0.5 / 2).
-    fast, slow = (replace(found.rows[0], gain=gain) for gain in (2.0, None))
-    assert convselect.Explanation((fast, slow)).summary()["forward"]["gain"] == pytest.approx(4 / 3)
-    assert convselect.Explanation((slow,)).summary()["forward"]["gain"] is None
 
 
-@pytest.mark.parametrize("source", ["store", "verify", "measure", "trial", "memory"])
+def test_predicted_and_measured_gains_are_summed_up_apart(monkeypatch):
+    use_fake(monkeypatch, "winograd4")
+    (row,) = convselect.explain_problem(CONV3)
+    # Half of the operations twice as fast, half as fast as before: 1 / (0.5 / 2 + 0.5).
+    fast = replace(row, predicted_gain=2.0, measured_gain=3.0)
+    native = replace(row, predicted_gain=1.0, measured_gain=None)
+    unknown = replace(row, predicted_gain=None, measured_gain=None)
+    both = convselect.Explanation((fast, native))
+    said = both.summary()["forward"]
+    assert (said["predicted"], said["predicted_share"]) == (pytest.approx(4 / 3), 1.0)
+    # A row without a number is not counted as native's.
+    assert (said["measured"], said["measured_share"]) == (pytest.approx(3.0), 0.5)
+    assert "; predicted 1.33x; measured 3.00x over 50% of them, by operations" in str(both)
+    nothing = convselect.Explanation((unknown, unknown))
+    assert nothing.summary()["forward"]["predicted"] is None
+    assert str(nothing).splitlines()[-1] == "forward: 2 winograd4"
+
+
+@pytest.mark.parametrize("source", ["store", "verify", "measure", "memory"])
 def test_other_sources_appear_as_they_are(monkeypatch, source):
     use_fake(monkeypatch, "fft")
-    choice = Choice("winograd4", source, None, 1.5)
-    monkeypatch.setattr(resolve, "choice_for", lambda *_: choice)
+    measured = None if source == "memory" else Measured(7, 1.5)
+    monkeypatch.setattr(resolve, "found_for", lambda *_: Choice("winograd4", source, measured=measured))
     (row,) = convselect.explain_problem(CONV3)
-    assert (row.algorithm, row.source, row.gain) == ("winograd4", source, 1.5)
-    expected = {"trial": "are being timed", "memory": "was chosen before"}.get(
-        source, "Timing has settled on winograd4"
-    )
+    assert (row.algorithm, row.source, row.spread) == ("winograd4", source, None)
+    assert (row.measured_gain, row.rounds) == ((None, 0) if measured is None else (1.5, 7))
+    assert row.predicted_gain == pytest.approx(2.0)  # the model's word today, if the choice does not know it
+    expected = "Timing has settled on winograd4, measured 1.50x" if measured else "winograd4 was chosen before"
     assert expected in row.why_not["im2col_gemm"]
     assert expected in row.why_not["native"]
     assert "by name" in row.why_not["reference"]
+
+
+def test_native_settled_by_timing_is_as_fast_as_native(monkeypatch):
+    use_fake(monkeypatch, "fft")
+    for source, gain in (("verify", 1.0), ("model", None)):
+        monkeypatch.setattr(resolve, "found_for", lambda *_, source=source: Choice("native", source, None, 1.0))
+        (row,) = convselect.explain_problem(CONV3)
+        assert (row.predicted_gain, row.measured_gain) == (1.0, gain)
+
+
+# ---- trials ---------------------------------------------------------------------------------------------------------
+
+X = torch.randn(2, 4, 10, 10)
+
+
+@pytest.fixture
+def race():
+    with racing() as pool:
+        yield pool
+
+
+def until(rounds: int, layer: nn.Module) -> LiveTrial:
+    """Calls until the layer's trial has this many rounds, or is over."""
+    convselect.explain(layer, X)
+    ((_, entry),) = resolve.choices.entries.items()
+    found = entry.found
+    while found.choice is None and found.trial.rounds < rounds:
+        layer(X)
+    return found
+
+
+def test_an_open_trial_tells_how_it_stands(race):
+    layer = convselect.SelectedConv2d(4, 4, 3, padding=1)
+    with torch.no_grad():
+        (row,) = convselect.explain(layer, X)
+        # Nothing was timed: the prediction is called one, and is in no other column.
+        assert (row.source, row.measured_gain, row.spread) == ("trial", None, None)
+        assert row.predicted_gain == pytest.approx(PREDICTED[row.algorithm])
+        assert (row.trial.rounds, row.trial.calls, row.trial.most_calls) == (0, 0, MOST_CALLS)
+        assert row.trial.candidates == {SLOW: None, QUICK: None}
+        assert row.trial.predicted == pytest.approx(PREDICTED)
+        assert f"It is on trial; this one is predicted {PREDICTED[QUICK]:.2f}x." in row.why_not.values()
+        trial = until(2, layer)
+        found = convselect.explain(layer, X)
+    (row,) = found
+    assert (row.algorithm, row.source, row.rounds) == (QUICK, "trial", 2)
+    assert row.trial.leader == QUICK
+    assert (row.trial.rounds, row.trial.calls, row.trial.waiting) == (2, trial.trial.calls, False)
+    assert row.trial.candidates == pytest.approx(GAINS)
+    assert row.measured_gain == pytest.approx(GAINS[QUICK])
+    assert row.spread == pytest.approx((GAINS[QUICK], GAINS[QUICK]))
+    assert row.predicted_gain == pytest.approx(PREDICTED[QUICK])
+    assert 0 < row.probability < 1
+    assert row.why_not[SLOW] == (
+        "Measured 0.83x (0.83 to 0.83) native's speed in 2 rounds so far, predicted 2.40x; winograd4 1.82x (1.82 to "
+        "1.82)."
+    )
+    assert "compared with it" in row.why_not["native"]
+    assert row.why_not["fft"] == "Others are on trial; this one is predicted 0.50x."
+    calls = trial.trial.calls
+    for told in (f"{QUICK} leads", f"trial: 2 rounds, {calls} of 60 calls", "2.00x", "1.82x (1.82 to 1.82)"):
+        assert told in str(found)
+    assert f"is on trial: {QUICK} leads after 2 rounds, {calls} of 60 calls" in found.details()
+    said = found.summary()["forward"]
+    assert (said["on_trial"], said["predicted"], said["measured"]) == (1, pytest.approx(2.0), None)
+    plain = json.loads(found.to_json())["rows"][0]
+    assert plain["trial"]["leader"] == QUICK
+    assert plain["trial"]["candidates"] == pytest.approx(GAINS)
+    assert plain["spread"] == pytest.approx([GAINS[QUICK]] * 2)
+
+
+def test_a_settled_trial_has_both_gains(race):
+    layer = convselect.SelectedConv2d(4, 4, 3, padding=1)
+    with torch.no_grad():
+        until(1, layer)
+        race[QUICK].delays = [100.0]  # one round is slower
+        trial = until(99, layer)
+        found = convselect.explain(layer, X)
+    assert trial.choice is not None
+    (row,) = found
+    assert (row.algorithm, row.source, row.trial) == (QUICK, "verify", None)
+    assert row.predicted_gain == pytest.approx(2.0)
+    assert row.measured_gain == pytest.approx(GAINS[QUICK])
+    assert row.rounds == trial.trial.rounds
+    low, high = row.spread
+    assert low < high == pytest.approx(GAINS[QUICK])
+    # The trial has taught the model something since, but what it had predicted stays.
+    assert row.predicted[SLOW] == pytest.approx(PREDICTED[SLOW])
+    assert f"measured 1.82x ({low:.2f} to 1.82)" in row.why_not["native"]
+    assert "predicted 2.40x" in row.why_not[SLOW]
+    assert f"1.82x ({low:.2f} to 1.82)" in str(found)
+    assert "2.00x" in str(found)
+    assert found.summary()["forward"]["measured"] == pytest.approx(GAINS[QUICK])
+
+
+def test_native_that_won_a_trial_shows_what_it_was_compared_with(race):
+    race[QUICK].us = 1400.0
+    layer = convselect.SelectedConv2d(4, 4, 3, padding=1)
+    with torch.no_grad():
+        until(99, layer)
+        (row,) = convselect.explain(layer, X)
+    assert (row.algorithm, row.source, row.predicted_gain, row.measured_gain) == ("native", "verify", 1.0, 1.0)
+    for name in (QUICK, SLOW):
+        assert row.why_not[name].startswith("Measured 0.")
+        assert row.why_not[name].endswith(f"predicted {PREDICTED[name]:.2f}x.")
+
+
+def test_explaining_changes_no_trial(race):
+    model = nn.Sequential(convselect.SelectedConv2d(4, 4, 3, padding=1, policy="verify"))
+    with torch.no_grad():
+        trial = until(1, model)
+        before = (trial.trial.calls, trial.trial.turns, trial.trial.rounds, trial.trial.measured())
+        texts = {convselect.explain(model, X).to_json() for _ in range(5)}
+    assert len(texts) == 1
+    assert before == (trial.trial.calls, trial.trial.turns, trial.trial.rounds, trial.trial.measured())
+
+
+def test_a_trial_that_has_to_wait_says_so(race, monkeypatch):
+    monkeypatch.setattr(resolve, "FAVOURITE", 9.0)  # native has the first call
+    layer = convselect.SelectedConv2d(4, 4, 3, padding=1)
+    with torch.no_grad():
+        layer(X)
+        assert not convselect.explain(layer, X).rows[0].trial.waiting
+        live_trial.account.begun(1.0)
+        live_trial.account.excess_us = 1e12
+        found = convselect.explain(layer, X)
+    assert found.rows[0].trial.waiting
+    assert "trial: 0 rounds, 1 of 60 calls, waiting" in str(found)
+    assert "native runs, untimed" in found.details()
+
+
+def test_what_gave_a_wrong_result_is_named(monkeypatch):
+    use_fake(monkeypatch, "winograd4")
+    monkeypatch.setitem(budgets.distrusted, "winograd4", "winograd4 gave a wrong result in this process.")
+    found = convselect.explain_problem(CONV3)
+    assert found.rows[0].algorithm == "native"
+    assert "not winograd4: winograd4 gave a wrong result in this process." in found.details()
 
 
 def test_it_prints_without_rich(monkeypatch):

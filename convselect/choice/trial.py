@@ -36,7 +36,7 @@ import math
 import random
 from bisect import insort
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
 
@@ -93,6 +93,11 @@ class Measured(NamedTuple):
     p20: float | None = None
     p80: float | None = None
 
+    @property
+    def spread(self) -> tuple[float, float] | None:
+        """(p20, p80); None if they are not known, as after a single round."""
+        return None if self.rounds < 2 or self.p20 is None or self.p80 is None else (self.p20, self.p80)
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -113,6 +118,35 @@ class Outcome:
     reason: str
     cut_short: bool
     measured: Mapping[str, Measured]
+
+
+@dataclass(frozen=True)
+class OnTrial:
+    """A trial that is in progress.
+
+    Attributes:
+        rounds: complete rounds of turns.
+        calls: of the problem, so far. While the trial waits, some are counted before they are made.
+        most_calls: after so many calls the trial ends at the latest.
+        leader: who would win if it ended now; native if no candidate would.
+        candidates: candidate -> its speed relative to native as measured so far; None if nothing was measured.
+        predicted: candidate -> its predicted speed relative to native.
+        out: candidates that have no more turns.
+        waiting: whether only native runs, untimed, until the process has time for another trial.
+    """
+
+    rounds: int
+    calls: int
+    most_calls: int
+    leader: str
+    candidates: Mapping[str, float | None] = field(hash=False)
+    predicted: Mapping[str, float] = field(hash=False)
+    out: tuple[str, ...] = ()
+    waiting: bool = False
+
+    def __str__(self) -> str:
+        waiting = ", waiting" if self.waiting else ""
+        return f"{self.rounds} round{'s' * (self.rounds != 1)}, {self.calls} of {self.most_calls} calls{waiting}"
 
 
 class Trial:
@@ -188,7 +222,20 @@ class Trial:
     @property
     def leader(self) -> str:
         """Who would win if the trial ended now."""
-        return self._best() or NATIVE
+        return (self._leader() if self._proven and self.live else self._best()) or NATIVE
+
+    def state(self) -> OnTrial:
+        """What is known by now, for people; changes nothing."""
+        measured = self.measured()
+        return OnTrial(
+            self.rounds,
+            self.calls,
+            MOST_CALLS,
+            self.leader,
+            {name: measured[name].gain if name in measured else None for name in self.priors},
+            {name: math.exp(prior.mean) for name, prior in self.priors.items()},
+            tuple(name for name in self.priors if name not in self.live),
+        )
 
     def turn(self) -> str | None:
         """The algorithm that runs this call and is timed; None if the trial is over."""

@@ -180,13 +180,13 @@ def _gradient_errors(native: nn.Module, converted: nn.Module, exact: nn.Module) 
 
 def _group_choices(explanation: convselect.Explanation) -> tuple[ChoiceGroup, ...]:
     groups: dict[tuple[Any, ...], list[str]] = {}
-    gains: dict[tuple[Any, ...], float | None] = {}
+    gains: dict[tuple[Any, ...], tuple[float | None, float | None]] = {}
     for row in explanation.rows:
         key = (row.problem, row.algorithm, row.source)
         groups.setdefault(key, []).append(row.layer)
-        gains[key] = row.gain
+        gains[key] = (row.predicted_gain, row.measured_gain)
     return tuple(
-        ChoiceGroup(tuple(layers), str(key[0].direction), str(key[0]), str(key[1]), str(key[2]), gains[key])
+        ChoiceGroup(tuple(layers), str(key[0].direction), str(key[0]), str(key[1]), str(key[2]), *gains[key])
         for key, layers in groups.items()
     )
 
@@ -218,7 +218,7 @@ def run_model(subject: Subject, seconds: float, on_stage: Callable[[str, float],
     native = convselect.revert(copy.deepcopy(subject.model).eval())
     converted = convselect.convert(copy.deepcopy(native))
     # Earlier measurements belong to other models.
-    conversion = str(dataclasses.replace(convselect.summary(converted), on_trial=(), measured=()))
+    conversion = str(dataclasses.replace(convselect.summary(converted), on_trial=(), measured=(), predicted=()))
 
     on_stage("comparing with float64", 0.0)
     with _blaming(subject, "forward"):

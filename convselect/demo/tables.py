@@ -24,14 +24,16 @@ TUNED_BY_US = "CONVSELECT_DEMO_MALLOC"
 
 @dataclass(frozen=True)
 class ChoiceGroup:
-    """Layers with the same problem and the same choice; `gain` is the predicted speed-up over native."""
+    """Layers with the same problem and the same choice, and its speed relative to native: as predicted, and as timed
+    calls have shown (by now, if the source is "trial")."""
 
     layers: tuple[str, ...]
     direction: str
     problem: str
     algorithm: str
     source: str
-    gain: float | None
+    predicted_gain: float | None
+    measured_gain: float | None
 
 
 @dataclass(frozen=True)
@@ -100,17 +102,17 @@ def print_choices(console: Console, result: ModelResult) -> None:
     """Print one row per problem and choice: directions with the same choice share a row."""
     shape = "x".join(map(str, result.input_shape))
     title = f"{result.name}, input {shape}: what runs where"
-    table = _table(title, "layers", "problem", "directions", "algorithm", "source", numbers=("predicted gain",))
+    table = _table(title, "layers", "problem", "directions", "algorithm", "source", numbers=("predicted", "measured"))
     rows: dict[tuple[Any, ...], list[str]] = {}
     for group in result.choices:
         forward = ConvProblem.parse(group.problem).with_direction(Direction.FORWARD)
-        key = (group.layers, forward, group.algorithm, group.source, group.gain)
+        key = (group.layers, forward, group.algorithm, group.source, group.predicted_gain, group.measured_gain)
         rows.setdefault(key, []).append(group.direction)
-    for (layers, problem, algorithm, source, gain), directions in rows.items():
+    for (layers, problem, algorithm, source, *gains), directions in rows.items():
         others = f" +{len(layers) - 1}" if len(layers) > 1 else ""
         where = "all" if len(directions) == len(Direction) else ", ".join(directions)
-        expected = f"{gain:.2f}" if gain is not None else "-"
-        table.add_row(escape(layers[0]) + others, problem.brief, where, algorithm, source, expected)
+        numbers = ("-" if gain is None else f"{gain:.2f}" for gain in gains)
+        table.add_row(escape(layers[0]) + others, problem.brief, where, algorithm, source, *numbers)
     console.print(table)
     for text in (result.conversion, result.note):
         if text:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from convselect.aten.strides import with_strides
 from convselect.base.lru import on_clear
-from convselect.base.problem import ConvProblem
+from convselect.base.problem import ConvProblem, Direction
 from convselect.base.warnings import warn_once
 from convselect.choice.budgets import distrusted
 from convselect.choice.choose import NATIVE, Choice
@@ -17,6 +17,7 @@ from convselect.eager import batch, checks
 from convselect.eager.live_trial import LiveTrial, is_out_of_memory
 from convselect.eager.resolve import choice_for
 from convselect.kernels import _library
+from convselect.kernels._native_ops import native_forward_in_bands
 from convselect.kernels.pool import BY_NAME
 from convselect.machine import memory
 from convselect.model import loaded
@@ -100,26 +101,26 @@ def without_autocast(function: Any, *arguments: Any) -> Any:
 
 
 def _native(a: Tensor, b: Tensor, problem: ConvProblem, bias: Tensor | None) -> Tensor:
-    return sparing(without_autocast, BY_NAME[NATIVE].run_checked, a, b, problem, None, bias)  # type: ignore[no-any-return]
-
-
-def sparing(function: Any, *arguments: Any) -> Any:
-    """Call `function`; if memory runs out, once more `with_less_memory`."""
+    native = BY_NAME[NATIVE].run_checked
     try:
-        return function(*arguments)
+        return without_autocast(native, a, b, problem, None, bias)  # type: ignore[no-any-return]
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-    return with_less_memory(function, *arguments)
+    give_back()
+    try:
+        return without_autocast(native, a, b, problem, None, bias)  # type: ignore[no-any-return]
+    except (RuntimeError, MemoryError) as error:
+        if problem.direction != Direction.FORWARD or not is_out_of_memory(error):
+            raise
+    return without_autocast(native_forward_in_bands, a, b, problem, bias)  # type: ignore[no-any-return]
 
 
-def with_less_memory(function: Any, *arguments: Any) -> Any:
-    """Call `function` without what is kept here: the model, scratch memory of the C kernels, and what malloc has not
-    given back. What PyTorch alone would have had enough memory for has enough."""
+def give_back() -> None:
+    """Give back what is kept here: the model, scratch memory of the C kernels, and what malloc holds unused."""
     loaded.unload()
     _library.free_scratch()
     memory.give_back()
-    return function(*arguments)
 
 
 def _attempt(choice: Choice, a: Tensor, b: Tensor, problem: ConvProblem, bias: Tensor | None) -> Tensor | None:

@@ -16,6 +16,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from convselect.base.settings import Settings
 from convselect.base.warnings import warn_once
 from convselect.choice.account import Account
 from convselect.choice.choose import NATIVE, Choice
-from convselect.choice.trial import Outcome, Prior, Trial
+from convselect.choice.trial import OnTrial, Outcome, Prior, Trial
 from convselect.kernels import _library
 from convselect.kernels.pool import BY_NAME
 from convselect.measure.rows import PLAN_COST_US
@@ -44,7 +45,8 @@ ERROR_BOUNDS = {"float64": 1e-11, "float32": 2e-4, "float16": 5e-3, "bfloat16": 
 """Relative L2 distance from native's result beyond which a candidate's is a mistake: ten times the loosest grade."""
 LOSS = 0.01
 """ln(t / t_native) from which an audit gives a choice up."""
-_REPEATABLE = frozenset({"torch.utils.checkpoint", "torch.autograd.gradcheck"})
+_REPEATABLE = frozenset({"torch.utils.checkpoint", "torch.autograd.gradcheck", "convselect.explain"})
+"""Modules whose calls are no turns of a trial: those that need the same bits twice, and those that only look."""
 _wall_ns, _thread_ns = timing.SYSTEM_CLOCK
 DISTURBED, DISTURBED_US = 1.5, 500.0
 """A call on several threads was interrupted if its time is this much more than what its own thread computed."""
@@ -139,6 +141,15 @@ class LiveTrial:
         """What it was settled on, or what is chosen if no trial can be held."""
         return self.choice or self.provisional
 
+    @property
+    def on_trial(self) -> OnTrial | None:
+        """How the trial stands; None once it is settled. Asking changes nothing."""
+        if self.choice is not None:
+            return None
+        trial = self.trial
+        waiting = trial.turns == 1 and trial.native_us is not None and not self._allowed()
+        return replace(trial.state(), waiting=waiting)
+
     def params_of(self, name: str) -> Mapping[str, Any] | None:
         """Parameters that an algorithm runs with here; None for its default. Tuned ones belong to what was tuned."""
         return self.provisional.params if name == self.provisional.algorithm else None
@@ -225,10 +236,13 @@ class LiveTrial:
         native_us = self.trial.native_us
         if native_us is None and not self.trial.favourite_is_next:
             return True
-        if not account.allows(timing.computed_us() / self.problem.threads):
+        if not self._allowed():
             return False
         self._begun = native_us is not None
         return True
+
+    def _allowed(self) -> bool:
+        return account.allows(timing.computed_us() / self.problem.threads)
 
     # ---- timing -------------------------------------------------------------------------------------------------
 
@@ -396,7 +410,7 @@ def keep(problem: ConvProblem, settings: Settings, choice: Choice, samples: int)
             choice.algorithm,
             choice.params,
             choice.source,
-            choice.gain,
+            choice.measured_gain,
             revision,
             samples,
         )
@@ -413,6 +427,10 @@ def _distance(result: Tensor, native: Tensor) -> Tensor:
         return distance
 
 
+# oneDNN says only that a primitive could not be created when its buffers cannot be allocated.
+_NO_MEMORY = ("can't allocate memory", "out of memory", "ALLOC_FAILED", "could not create a primitive")
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether this says that memory ran out, in any of the ways in which PyTorch says it."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
@@ -420,12 +438,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     # The allocator of the CPU has no exception of its own; cuBLAS and cuDNN have none either.
     text = str(error)
     return isinstance(error, RuntimeError) and any(
-        sign in text for sign in ("can't allocate memory", "out of memory", "ALLOC_FAILED")
+        sign in text for sign in _NO_MEMORY
     )
 
 
 def _must_repeat(device: torch.device) -> bool:
-    """Whether the call at hand has to give the bits that another one gave, or must not be timed."""
+    """Whether the call at hand has to give the bits that another one gave, or must not be timed or counted."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return True
     frame = sys._getframe(3)

@@ -1,6 +1,6 @@
 """One line per choice, with the command that reproduces it: the standard logger "convselect".
 
-    CONVSELECT_LOG=info       a line per choice, and per trial that has ended, to the standard error
+    CONVSELECT_LOG=info       a line per choice, and per trial that begins or has ended, to the standard error
     CONVSELECT_LOG=debug      and why each other algorithm was not taken
     CONVSELECT_LOG=run.log    as info, appended to a file whose name ends in .log
 
@@ -18,8 +18,11 @@ import sys
 from convselect.base.problem import ConvProblem
 from convselect.base.settings import Settings
 from convselect.base.warnings import warn_once
-from convselect.choice.choose import Choice, Prediction
-from convselect.choice.reasons import reasons
+from convselect.choice.choose import NATIVE, Choice, Prediction
+from convselect.choice.reasons import reasons, rounds, times, with_spread
+from convselect.choice.trial import Outcome
+from convselect.eager.live_trial import LiveTrial
+from convselect.eager.standing import gains, told
 
 LEVELS = {"info": logging.INFO, "1": logging.INFO, "debug": logging.DEBUG}
 OFF = ("", "0", "off")
@@ -75,26 +78,33 @@ def install(value: str) -> logging.Handler | None:
 # ---- what is said -----------------------------------------------------------------------------------------------
 
 
-def chosen(problem: ConvProblem, choice: Choice, settings: Settings, prediction: Prediction | None) -> None:
-    """A choice was made under these settings, by or beside this prediction. Ask `logger.isEnabledFor(INFO)` first."""
-    gain = "" if choice.gain is None else f", gain {choice.gain:.2f}"
-    params = "".join(f" {name}={value}" for name, value in (choice.params or {}).items())
-    logger.info("%s%s from %s%s: %s", choice.algorithm, params, choice.source, gain, reproduce(problem, settings))
+def chosen(problem: ConvProblem, found: Choice | LiveTrial, settings: Settings, prediction: Prediction | None) -> None:
+    """A choice was made under these settings, or a trial begins that is to make it, by or beside this prediction. Ask
+    `logger.isEnabledFor(INFO)` first."""
+    choice, trial = told(found)
+    held = found.trial if isinstance(found, LiveTrial) else None
+    command = reproduce(problem, settings)
+    if trial is not None:
+        names = ", ".join(f"{name} (predicted {times(gain)})" for name, gain in trial.predicted.items())
+        logger.info("trial of %s: %s", names, command)
+    else:
+        params = "".join(f" {name}={value}" for name, value in (choice.params or {}).items())
+        logger.info("%s%s from %s%s: %s", choice.algorithm, params, choice.source, gains(choice), command)
     if logger.isEnabledFor(logging.DEBUG):
-        for name, reason in reasons(problem, choice, settings, prediction).items():
-            logger.debug("  not %s: %s", name, reason)
+        for name, reason in reasons(problem, choice, settings, prediction, held).items():
+            if trial is None or name not in (NATIVE, *trial.candidates):
+                logger.debug("  not %s: %s", name, reason)
 
 
-def settled(problem: ConvProblem, algorithm: str, gain: float | None, samples: int, reason: str) -> None:
-    """A trial on real calls has ended.
-
-    Args:
-        gain: times native's speed, as measured.
-        samples: rounds that it is based on.
-    """
+def settled(problem: ConvProblem, choice: Choice, outcome: Outcome) -> None:
+    """A trial on real calls has ended, or an audit has given its choice up."""
     if logger.isEnabledFor(logging.INFO):
-        told = "" if gain is None else f", gain {gain:.2f}"
-        logger.info("%s settled after %d rounds%s (%s): %s", algorithm, samples, told, reason, reproduce(problem))
+        what = f"{choice.algorithm} settled after {rounds(outcome.rounds)}{gains(choice)}"
+        logger.info("%s (%s): %s", what, outcome.reason, reproduce(problem))
+        for name, one in outcome.measured.items():
+            if name != choice.algorithm:
+                found = with_spread(one.gain, one.spread)
+                logger.debug("  not %s: measured %s in %s", name, found, rounds(one.rounds))
 
 
 def reproduce(problem: ConvProblem, settings: Settings | None = None) -> str:

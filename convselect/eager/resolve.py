@@ -43,8 +43,13 @@ on_clear(choices.clear)
 
 def choice_for(problem: ConvProblem, settings: Settings) -> Choice:
     """The choice for one problem: out of the cache, or made now and cached. Never times anything."""
-    found = _cached((problem, settings)) or _resolve(problem, settings)
+    found = found_for(problem, settings)
     return found.current if isinstance(found, LiveTrial) else found
+
+
+def found_for(problem: ConvProblem, settings: Settings) -> Found:
+    """As `choice_for`, but the trial itself if there is one."""
+    return _cached((problem, settings)) or _resolve(problem, settings)
 
 
 def eager_choice(problem: ConvProblem, settings: Settings) -> Found:
@@ -83,9 +88,9 @@ def _resolve(problem: ConvProblem, settings: Settings) -> Found:
     choice = choose(problem, BY_NAME, settings, store=stored, predictor=predictor)
     if per_image:
         choice = replace(choice, per_image=settings)
-    if log.logger.isEnabledFor(log.INFO) and (settings.policy != "measure" or choice.source == "store"):
-        log.chosen(problem, choice, settings, predictor.said)
     found = _on_trial(problem, settings, choice, predictor.said) or choice
+    if log.logger.isEnabledFor(log.INFO) and (settings.policy != "measure" or choice.source == "store"):
+        log.chosen(problem, found, settings, predictor.said)
     raced = choices.entries.get(key)
     if raced is not None:  # by another thread, which may have begun a trial
         return raced.found  # type: ignore[no-any-return]
@@ -199,7 +204,7 @@ class _Keeper:
         self._learnt = False
 
     def __call__(self, choice: Choice, outcome: Outcome, store_result: bool) -> None:
-        log.settled(self._problem, outcome.algorithm, outcome.gain, outcome.rounds, outcome.reason)
+        log.settled(self._problem, choice, outcome)
         if store_result:
             live_trial.keep(self._problem, self._settings, choice, outcome.rounds)
         if self.trial is not None and not self._learnt and self._predicted:
@@ -207,4 +212,4 @@ class _Keeper:
             learning.learn(self._problem, self.trial.trial, self._predicted, keep=self.trial.store_result)
 
 
-__all__ = ["Found", "choice_for", "choices", "eager_choice", "params_of"]
+__all__ = ["Found", "choice_for", "choices", "eager_choice", "found_for", "params_of"]

@@ -45,7 +45,7 @@ NOISE = 1.05
 """Times whose ratio is smaller than this count as equal."""
 
 MEASURED, STORED, PREDICTED = "measured", "stored", "predicted"
-"""Sources of a time or gain: timed for this report, an earlier measurement, or the model."""
+"""Sources of a time or gain: timed for this report, an earlier measurement (a trial's among them), or the model."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,8 @@ class Candidate:
         time_us: per call; None if unknown.
         gain: times native's speed.
         kind: their source: `MEASURED`, `STORED`, `PREDICTED`, or "" if there are none.
+        predicted: times native's speed as predicted, whatever was measured; None without a prediction.
+        spread: (p20, p80) of a trial's gain; None for gains of other sources.
         error: relative L2 error against float64, if it was measured for this report.
         why_not: why it was not taken; "" for the choice itself.
     """
@@ -67,6 +69,8 @@ class Candidate:
     kind: str
     error: float | None = None
     why_not: str = ""
+    predicted: float | None = None
+    spread: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -77,9 +81,11 @@ class Layer:
         names: the layers that have this problem.
         calls: how often a forward pass, or its backward pass, computes it.
         algorithm, source, params: what is chosen, the source of the choice, and its parameters if they are not the
-            defaults. A choice from the store says how it was found: "store (tune)".
+            defaults. A choice from the store says how it was found: "store (tune)". While its trial is open, the
+            algorithm is the trial's leader: "trial: 2 rounds, 9 of 60 calls".
         native_us, chosen_us: per call; None if unknown.
         gain: times native's speed; `kind` says the source of it and of the times.
+        predicted, spread: as a `Candidate` has them.
         candidates: what applies, the fastest first.
         left_out: reason -> names of the algorithms that do not apply or may not be taken, and were not timed.
     """
@@ -96,6 +102,8 @@ class Layer:
     kind: str
     candidates: tuple[Candidate, ...]
     left_out: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    predicted: float | None = None
+    spread: tuple[float, float] | None = None
 
     @property
     def direction(self) -> str:
@@ -316,8 +324,8 @@ def _layer(
         if source == "store":
             decision = process.look_up(problem, settings.current().budgets)
             source = f"store ({decision.source})" if decision is not None else source
-        elif _on_trial(problem, None):
-            source = f"{source} (on trial)"
+        elif row.trial is not None:
+            source = f"trial: {row.trial}"
     candidates = _candidates(row, timed, stored.get(problem, {}))
     shown = {candidate.algorithm for candidate in candidates}
     left_out: dict[str, tuple[str, ...]] = {}
@@ -328,7 +336,7 @@ def _layer(
     native = next(c for c in candidates if c.algorithm == NATIVE)
     return Layer(
         tuple(calls), problem, sum(calls.values()), row.algorithm, source, row.params, _known_us(native),
-        _known_us(taken), taken.gain, taken.kind, tuple(candidates), left_out,
+        _known_us(taken), taken.gain, taken.kind, tuple(candidates), left_out, taken.predicted, taken.spread,
     )  # fmt: skip
 
 
@@ -351,7 +359,8 @@ def _candidates(row: Explained, timed: Mapping[str, Timed], stored: Mapping[str,
             candidate = _as_predicted(name, row, native_us)
         if candidate is not None:
             why_not = candidate.why_not or row.why_not.get(name, "")
-            found.append(replace(candidate, chosen=name == row.algorithm, why_not=why_not))
+            predicted = row.predicted_gain if name == row.algorithm else row.predicted.get(name)
+            found.append(replace(candidate, chosen=name == row.algorithm, why_not=why_not, predicted=predicted))
     return sorted(found, key=lambda c: -(c.gain if c.gain is not None else -1.0))
 
 
@@ -374,9 +383,10 @@ def _as_stored(row: Stored, native: Stored | None) -> Candidate:
 def _as_predicted(name: str, row: Explained, native_us: float | None) -> Candidate | None:
     """The choice, native, and what the model expects of others; None if nothing is known."""
     if name == row.algorithm:
-        gain = 1.0 if name == NATIVE else row.gain
-        kind = PREDICTED if row.source == "model" else STORED
-        return Candidate(name, True, None, gain, kind if gain is not None else "")
+        if row.measured_gain is not None:
+            return Candidate(name, True, None, row.measured_gain, STORED, spread=row.spread)
+        gain = 1.0 if name == NATIVE else row.predicted_gain
+        return Candidate(name, True, None, gain, "" if gain is None else PREDICTED)
     if name == NATIVE:
         return Candidate(name, False, None, 1.0, PREDICTED)
     if name not in row.predicted:

@@ -8,14 +8,18 @@ import shlex
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 
 import fresh
 import pytest
 from fake_model import use_fake
+from race import racing
 
 from convselect.base import lru, settings
 from convselect.base.problem import conv_problem
 from convselect.base.settings import Settings
+from convselect.choice.choose import Choice
+from convselect.choice.trial import Measured, Outcome
 from convselect.doctor import bench
 from convselect.eager import log, resolve
 from convselect.kernels.pool import ALL
@@ -48,7 +52,7 @@ def said(caplog, level):
 def test_a_line_names_the_choice_and_its_command_runs(monkeypatch, caplog):
     use_fake(monkeypatch, "winograd4", gain=3.0)
     (line,) = said(caplog, "INFO")
-    assert line.startswith("winograd4 from model, gain 3.00: ")
+    assert line.startswith("winograd4 from model, predicted 3.00x: ")
     command = shlex.split(line.partition(": ")[2])
     if command[0] == "CONVSELECT_POLICY=auto":  # these tests' own, and not the default
         command.pop(0)
@@ -79,24 +83,54 @@ def test_debug_says_why_the_others_were_not_taken(monkeypatch, caplog):
     assert not any(line.startswith("  not ") for line in said(caplog, "INFO"))
 
 
+MEASURED = {"fft": Measured(12, 1.5, 1.4, 1.6), "direct": Measured(4, 0.9, 0.85, 0.95)}
+
+
 def test_a_settled_trial_is_a_line(caplog):
+    won = Choice("fft", "verify", None, 2.5, measured=MEASURED["fft"])
     with caplog.at_level("INFO", "convselect"):
-        log.settled(PROBLEM, "fft", 1.5, 12, "clearly best")
-        log.settled(PROBLEM, "fft", None, 12, "clearly best")
-    first, second = (record.getMessage() for record in caplog.records)
-    assert first == f'fft settled after 12 rounds, gain 1.50 (clearly best): convselect bench "{PROBLEM}"'
-    assert "gain" not in second
+        log.settled(PROBLEM, won, Outcome("fft", 1.5, 12, "clearly best", False, MEASURED))
+        log.settled(PROBLEM, replace(won, measured=None), Outcome("fft", None, 1, "its cost", True, {}))
+        log.settled(PROBLEM, Choice("native", "verify", None, 1.0), Outcome("native", 1.0, 4, "lost", False, MEASURED))
+    lines = [record.getMessage() for record in caplog.records]
+    command = f'convselect bench "{PROBLEM}"'
+    assert lines == [
+        f"fft settled after 12 rounds, measured 1.50x (1.40 to 1.60), predicted 2.50x (clearly best): {command}",
+        f"fft settled after 1 round, predicted 2.50x (its cost): {command}",
+        f"native settled after 4 rounds (lost): {command}",
+    ]
+    caplog.clear()
+    with caplog.at_level("DEBUG", "convselect"):
+        log.settled(PROBLEM, won, Outcome("fft", 1.5, 12, "clearly best", False, MEASURED))
+    assert caplog.records[1].getMessage() == "  not direct: measured 0.90x (0.85 to 0.95) in 4 rounds"
+
+
+def test_a_choice_of_the_store_has_a_measured_gain(caplog):
+    stored = Choice("fft", "store", measured=Measured(9, 1.5))
+    with caplog.at_level("INFO", "convselect"):
+        log.chosen(PROBLEM, stored, Settings(), None)
+    assert caplog.messages == [f'fft from store, measured 1.50x: convselect bench "{PROBLEM}"']
+
+
+def test_a_trial_that_begins_is_no_choice(caplog):
+    with racing():
+        lines = said(caplog, "INFO")
+        assert len(lines) == 1
+        assert lines[0].startswith("trial of im2col_gemm (predicted 2.40x), winograd4 (predicted 2.00x): convselect ")
+        lines = said(caplog, "DEBUG")
+    assert not any(line.startswith(("  not winograd4:", "  not im2col_gemm:", "  not native:")) for line in lines)
+    assert any(line.startswith("  not fft:") for line in lines)
 
 
 def test_nothing_is_made_where_nobody_listens(monkeypatch):
     monkeypatch.setattr(log, "reproduce", lambda *_: pytest.fail("a line was made"))
     lru.clear()
     resolve.choice_for(PROBLEM, settings.current())
-    log.settled(PROBLEM, "fft", 1.5, 12, "clearly best")
+    log.settled(PROBLEM, Choice("fft", "verify"), Outcome("fft", 1.5, 12, "clearly best", False, MEASURED))
 
 
 def test_the_variable_installs_one_handler(tmp_path):
-    line = re.compile(r'^convselect: \w+ from \w+.*: convselect bench "forward N=1 C=32 .*"$')
+    line = re.compile(r'^convselect: (\w+ from \w+|trial of \w+).*: convselect bench "forward N=1 C=32 .*"$')
     assert run(CHOOSE).stderr == ""
     (told,) = run(CHOOSE, CONVSELECT_LOG="info").stderr.splitlines()  # three calls, one choice
     assert line.match(told)

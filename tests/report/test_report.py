@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from fake_model import use_fake
+from race import GAINS, PREDICTED, QUICK, racing
 from torch import nn
 from typer.testing import CliRunner
 
@@ -20,6 +21,7 @@ import convselect
 from convselect.base import settings
 from convselect.base.problem import conv_problem
 from convselect.choice.choose import Choice
+from convselect.choice.trial import Measured
 from convselect.cli import main
 from convselect.eager import resolve
 from convselect.kernels.pool import BY_NAME
@@ -226,6 +228,7 @@ def test_what_nobody_timed_is_called_predicted(monkeypatch):
     assert "nothing was timed" in read.text
     assert "µs" not in read.text
     assert read.row("2 and 1 more")[6] == "3.00×predicted"
+    assert ["direct", "–", "3.00×", "predicted", "3.00×"] in [row[:5] for row in read.rows]
 
 
 def test_only_native_and_the_choice_are_timed_without_measure(monkeypatch):
@@ -263,11 +266,13 @@ def test_stored_times_are_used(monkeypatch, tmp_path):
     assert kinds["direct"] == ("stored", 800.0)
     assert layer.faster is None or layer.faster.algorithm != "direct"
     # Of a tuned choice nothing is known from times of the defaults.
-    tuned = Choice("winograd4", "store", BY_NAME["winograd4"].space(problem).sample(problem, random.Random(0)), 2.5)
+    params = BY_NAME["winograd4"].space(problem).sample(problem, random.Random(0))
+    tuned = Choice("winograd4", "store", params, measured=Measured(9, 2.5))
     with monkeypatch.context() as patch:
-        patch.setattr(resolve, "choice_for", lambda problem, used: tuned)
+        patch.setattr(resolve, "found_for", lambda problem, used: tuned)
         layer = of_model("small", small(), X, timed=False, times=tmp_path / "times.sqlite").layers[1]
     assert (layer.native_us, layer.chosen_us, layer.gain, layer.kind) == (400.0, None, 2.5, "stored")
+    assert layer.predicted == pytest.approx(3.0)
     # CSV says the same; another machine's times say nothing here.
     path = tmp_path / "times.csv.gz"
     write_rows(path, rows)
@@ -338,22 +343,27 @@ def test_names_are_escaped(monkeypatch):
     assert EVIL in read.text
 
 
-def test_verify_settles_by_real_calls(monkeypatch, tmp_path):
-    process.configure(tmp_path / "own.sqlite")
-    use_fake(monkeypatch, "winograd4", gain=3.0)
-    try:
+def test_verify_settles_by_real_calls(tmp_path):
+    with racing(tmp_path / "own.sqlite"):
         report = of_model("small", small(), X, verify=True, timed=False, seconds=60.0)
-    finally:
-        process.configure()
     assert report.policy == "verify"
     assert {layer.source for layer in report.layers} == {"verify"}
-    assert "trials in this process" in Page(render(report)).text
+    for layer in report.layers:
+        assert (layer.algorithm, layer.kind) == (QUICK, "stored")
+        assert (layer.gain, layer.predicted) == pytest.approx((GAINS[QUICK], PREDICTED[QUICK]))
+        assert layer.spread[0] <= layer.gain <= layer.spread[1]
+    read = Page(render(report))
+    assert read.row("2 and 1 more")[6] == "1.82× 1.82×–1.82×storedpredicted 2.00×"
+    assert "trials in this process" in read.text
 
 
 def test_an_open_trial_is_called_one(monkeypatch):
     use_fake(monkeypatch, "winograd4", gain=3.0)
     report = of_model("small", small(), X, verify=True, timed=False, seconds=1e-9)
-    assert {layer.source for layer in report.layers} == {"model (on trial)"}
+    for layer in report.layers:
+        assert layer.source.startswith("trial: ")
+        assert (layer.algorithm, layer.kind) == ("winograd4", "predicted")
+    assert "of 60 calls" in Page(render(report)).text
 
 
 # ---- measured times ---------------------------------------------------------------------------------------------
