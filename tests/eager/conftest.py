@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from races import Race
+from race import Race
 
 import convselect
 from convselect.base import lru

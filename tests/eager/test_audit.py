@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from races import X, on_trial
+from race import X, on_trial
 
 import convselect
 from convselect.base import lru

@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fake_model import use_fake
-from races import NATIVE_US, X, call_until_settled, on_trial
-from torch import nn
+from race import NATIVE_US, X, call_until_settled, on_trial
 
 import convselect
 from convselect.base import lru, settings
@@ -328,15 +327,18 @@ def test_natives_errors_are_the_users_and_the_trial_goes_on(race):
     def fails(*_):
         raise RuntimeError("really wrong")
 
-    layer = nn.Conv2d(4, 4, 3, padding=1)
-    for calls in (0, 4):
+    weight = torch.randn(4, 4, 3, 3)
+
+    def calls(count: int) -> None:
         with torch.no_grad():
-            for _ in range(calls):
-                convselect.conv2d(X, layer.weight, padding=1)
+            for _ in range(count):
+                convselect.conv2d(X, weight, padding=1)
+
+    for before in (0, 4):
+        calls(before)
         race[NATIVE].result = fails
-        with pytest.raises(RuntimeError, match="really wrong"), torch.no_grad():
-            for _ in range(9):
-                convselect.conv2d(X, layer.weight, padding=1)
+        with pytest.raises(RuntimeError, match="really wrong"):
+            calls(9)
         race[NATIVE].result = original
     trial = call_until_settled()
     assert trial.choice.algorithm == "quick"

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from races import NATIVE_US, Clock
+from race import NATIVE_US, Clock
 
 import convselect
 from convselect.base import timing

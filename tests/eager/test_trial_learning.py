@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from races import on_trial
+from race import on_trial
 
 import convselect
 from convselect.base import lru, settings
