@@ -37,7 +37,7 @@ class Row:
         algorithm: the one chosen. While the first calls are being timed it is the leader, which would be chosen if the
             trial ended now: native if nothing is ahead of it. The calls themselves are run by all of them in turns.
         source: source of the choice: "forced", "memory", "store", "model", "verify" or "measure" (timed in this
-            process), "trial" (being timed), "small" (native, since nothing can gain), "fallback" (native, since there is no
+            process), "trial" (being timed), "small" (native: nothing can gain), "fallback" (native, since there is no
             reason for another).
         probability: the model's probability for the algorithm, among those that apply; None if it was not asked.
         predicted_gain: the algorithm's speed relative to native as predicted: when it was chosen, before any call was
@@ -118,15 +118,17 @@ class Explanation:
         lines = []
         for direction, said in self.summary().items():
             names = ", ".join(f"{count} {name}" for name, count in said["algorithms"].items())
-            parts = [f"{direction}: {names}"]
+            parts, gains = [f"{direction}: {names}"], []
             for kind in ("predicted", "measured"):
                 if said[kind] is not None:
                     share = said[f"{kind}_share"]
-                    of = "" if share > 0.995 else f" over {share:.0%} of them"
-                    parts.append(f"{kind} {times(said[kind])}{of}")
-            lines.append("; ".join(parts) + (", by operations" if len(parts) > 1 else ""))
+                    of = "" if share > 0.995 else f" (over {share:.0%} of them)"
+                    gains.append(f"{kind} {times(said[kind])}{of}")
+            if gains:
+                parts.append(f"by operations {', '.join(gains)}")
             if said["on_trial"]:
-                lines[-1] += f"; {said['on_trial']} on trial"
+                parts.append(f"{said['on_trial']} on trial")
+            lines.append("; ".join(parts))
         return lines
 
     def __str__(self) -> str:
@@ -224,7 +226,8 @@ def _row(layer: str, problem: ConvProblem, used: Settings) -> Row:
     found = resolve.found_for(problem, used)
     choice, trial = told(found)
     held = found.trial if isinstance(found, LiveTrial) else None
-    prediction = _prediction(problem, used, timed=choice.measured is not None or choice.source in TIMED)
+    tried = held is not None and bool(held.priors) and trial is None
+    prediction = _prediction(problem, used, timed=tried or choice.source in TIMED)
     probability, predicted = choice.probability, dict[str, float]()
     if prediction is not None:
         known = [BY_NAME[name] for name in prediction.ranked if name in BY_NAME]

@@ -125,7 +125,7 @@ def test_a_model_is_summed_up_per_direction(monkeypatch):
             "predicted_share": 1.0, "measured": None, "measured_share": 0.0,
         }
     }  # fmt: skip
-    assert "forward: 2 winograd4, 1 im2col_gemm; predicted 2.00x, by operations" in str(found)
+    assert "forward: 2 winograd4, 1 im2col_gemm; by operations predicted 2.00x" in str(found)
     assert json.loads(found.to_json())["summary"]["forward"]["algorithms"] == {"winograd4": 2, "im2col_gemm": 1}
 
 
@@ -141,7 +141,7 @@ def test_predicted_and_measured_gains_are_summed_up_apart(monkeypatch):
     assert (said["predicted"], said["predicted_share"]) == (pytest.approx(4 / 3), 1.0)
     # A row without a number is not counted as native's.
     assert (said["measured"], said["measured_share"]) == (pytest.approx(3.0), 0.5)
-    assert "; predicted 1.33x; measured 3.00x over 50% of them, by operations" in str(both)
+    assert "; by operations predicted 1.33x, measured 3.00x (over 50% of them)" in str(both)
     nothing = convselect.Explanation((unknown, unknown))
     assert nothing.summary()["forward"]["predicted"] is None
     assert str(nothing).splitlines()[-1] == "forward: 2 winograd4"

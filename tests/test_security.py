@@ -193,7 +193,7 @@ def test_a_choice_in_a_store_is_taken(path):
     assert chosen() == "im2col_gemm by store"
 
 
-@pytest.mark.parametrize("column", ["algorithm", "params", "source", "gain"])
+@pytest.mark.parametrize("column", ["algorithm", "params", "source", "gain", "samples"])
 def test_a_pickle_in_a_store_is_never_opened(column, path, bomb):
     """Even under a checksum that is right."""
     entered(path, decided("im2col_gemm"))
@@ -210,8 +210,8 @@ def test_a_pickle_in_a_store_is_never_opened(column, path, bomb):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", convselect.ConvselectWarning)
         convselect.set_store(path)
-        # A source or a gain is only shown: the algorithm beside it is as good as any.
-        assert ("by store" in chosen()) == (column in ("source", "gain"))
+        # A source, a gain or a number of rounds is only shown: the algorithm beside it is as good as any.
+        assert ("by store" in chosen()) == (column in ("source", "gain", "samples"))
 
 
 def test_a_forged_choice_stays_within_the_budgets(path):

@@ -60,6 +60,8 @@ def _by_source(
         if name == NATIVE:
             return "The candidates are being compared with it on the first calls."
         on = "It is on trial" if name in trial.live else "Others are on trial"
+        if name in trial.priors and name not in trial.live:
+            on = "It is out of the trial since its first calls"
         return f"{on}; this one is {said}." if said else f"{on}."
     if choice.source == "memory":
         return f"{choice.algorithm} was chosen before{f' ({said})' if said else ''}."

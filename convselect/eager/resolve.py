@@ -170,7 +170,9 @@ def _stored(problem: ConvProblem, settings: Settings) -> Choice | None:
     if decision.params is not None and not _params_still_valid(algorithm, problem, decision.params, settings):
         return None
     native = decision.algorithm == NATIVE
-    measured = None if native or decision.gain is None else Measured(decision.samples, decision.gain)
+    # SQLite keeps any type in any column.
+    known = isinstance(decision.gain, int | float) and decision.gain > 0 and isinstance(decision.samples, int)
+    measured = Measured(decision.samples, decision.gain) if known and not native else None  # type: ignore[arg-type]
     return Choice(decision.algorithm, "store", decision.params, 1.0 if native else None, measured=measured)
 
 
