@@ -283,7 +283,7 @@ def test_values_that_are_not_finite_or_huge_give_natives_result(name, value, mon
 )
 def test_short_memory_does_not_decide_for_good(race, error, monkeypatch):
     freed = []
-    monkeypatch.setattr(_library, "free_scratch", lambda: freed.append(1))
+    monkeypatch.setattr(_library, "give_back", lambda: freed.append(1))
 
     def fails(*_):
         raise error
