@@ -440,6 +440,11 @@ def run_blocks(spec: dict[str, Any]) -> dict[str, Any]:
 
 def main(spec: dict[str, Any]) -> None:
     torch.set_num_threads(1)
+    if spec.get("spots"):
+        from _guarded_spots import run_spots
+
+        print(json.dumps(run_spots(spec)))
+        return
     if spec.get("blocks"):
         print(json.dumps(run_blocks(spec)))
         return

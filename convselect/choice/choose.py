@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from convselect.base.problem import ConvProblem
+from convselect.base.problem import ConvProblem, Direction
 from convselect.base.settings import CHOOSING, Settings
 from convselect.choice.budgets import NATIVE as NATIVE
 from convselect.choice.budgets import Shortage, check_disabled, refusal
@@ -26,13 +26,17 @@ NOMINATION_LEAST = -0.1
 """Least predicted ln(t_native / t) of a candidate."""
 
 
+SMALL_PRODUCT_FLOPS = 3e5
+"""Native takes 10 to 25 us for 1x1 convolutions up to here. Problems below 30 us never gained anything: 0 of 500."""
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """One algorithm for one problem, and the source of this choice.
 
     Attributes:
-        source: "forced", "memory" (a graph names it), "store", "model", "fallback", "verify" or "measure" (timed in
-            this process), or "trial" (being timed; only to tell people of it).
+        source: "forced", "memory" (a graph names it), "store", "small", "model", "fallback", "verify" or "measure"
+            (timed in this process), or "trial" (being timed; only to tell people of it).
         predicted_gain: speed relative to native, as the model predicts, with what was learnt since; 1.0 for native;
             None if the model was not asked.
         measured: what timed calls have shown of it: number, median and spread of the speed relative to native; None if
@@ -147,6 +151,8 @@ def choose(
         if reason is None:
             return found
         memory_limited = isinstance(reason, Shortage)
+    if is_small_product(problem):
+        return Choice(NATIVE, "small", predicted_gain=1.0)
     prediction = predictor.predict(problem) if predictor is not None else None
     if predictor is None or prediction is None:
         return Choice(NATIVE, "fallback", memory_limited=memory_limited)
@@ -164,6 +170,20 @@ def choose(
             return Choice(name, "model", None, math.exp(log_gain), prediction.probability(name), memory_limited)
         memory_limited = memory_limited or isinstance(reason, Shortage)
     return Choice(NATIVE, "model", None, 1.0, prediction.probability(NATIVE), memory_limited)
+
+
+def is_small_product(problem: ConvProblem) -> bool:
+    """Whether this is a matrix product of a few microseconds on one thread: asking for a prediction would take longer
+    than leaving native could save in a hundred calls. Squeeze-and-excitation layers are full of them."""
+    p = problem
+    return (
+        p.R == p.S == p.groups == p.stride_h == p.stride_w == p.threads == 1
+        and p.device == "cpu"
+        and p.dtype == "float32"
+        and p.direction == Direction.FORWARD
+        and not any(p.padding)
+        and 2 * p.N * p.C * p.H * p.W * p.K <= SMALL_PRODUCT_FLOPS
+    )
 
 
 def nominees(

@@ -20,7 +20,7 @@ The deviations were measured with models that had not seen the networks they wer
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import NamedTuple
 
 from convselect.base.problem import ConvProblem
@@ -76,34 +76,41 @@ class _Algorithm:
 
 
 class Learnt:
-    """Residuals of one model, and the corrections that follow from them. An algorithm and a layer are any keys."""
+    """Residuals of one model, and the corrections that follow from them. Directions and layers are any keys."""
 
     def __init__(self) -> None:
-        self._algorithms: dict[Hashable, _Algorithm] = {}
+        self._by_direction: dict[Hashable, dict[str, _Algorithm]] = {}
 
     def __len__(self) -> int:
-        """Number of layers, over all algorithms."""
-        return sum(len(one.layers) for one in self._algorithms.values())
+        """Number of layers, over all algorithms and directions."""
+        return sum(len(one.layers) for group in self._by_direction.values() for one in group.values())
 
-    def put(self, algorithm: Hashable, layer: Hashable, n: float, mean: float) -> None:
+    def put(self, algorithm: str, direction: Hashable, layer: Hashable, n: float, mean: float) -> None:
         """Set the number and the mean of a layer's residuals."""
         if n > 0:
-            self._algorithms.setdefault(algorithm, _Algorithm()).put(layer, n, mean)
+            self._entry(algorithm, direction).put(layer, n, mean)
 
-    def add(self, algorithm: Hashable, layer: Hashable, residual: float) -> tuple[float, float]:
+    def add(self, algorithm: str, direction: Hashable, layer: Hashable, residual: float) -> tuple[float, float]:
         """Add the residual of one problem; returns the number and the mean of the layer's residuals so far."""
         residual = min(max(residual, -MOST_RESIDUAL), MOST_RESIDUAL)
-        entry = self._algorithms.setdefault(algorithm, _Algorithm())
+        entry = self._entry(algorithm, direction)
         n, mean = entry.layers.get(layer, (0.0, 0.0))
         n, mean = n + 1, mean + (residual - mean) / (n + 1)
         entry.put(layer, n, mean)
         return n, mean
 
-    def estimate(self, algorithm: Hashable, layer: Hashable) -> Estimate:
+    def _entry(self, algorithm: str, direction: Hashable) -> _Algorithm:
+        return self._by_direction.setdefault(direction, {}).setdefault(algorithm, _Algorithm())
+
+    def known(self, direction: Hashable) -> Collection[str]:
+        """Algorithms with residuals in this direction."""
+        return self._by_direction.get(direction, ())
+
+    def estimate(self, algorithm: str, direction: Hashable, layer: Hashable) -> Estimate:
         """The correction for another problem of this layer."""
-        entry = self._algorithms.get(algorithm)
+        entry = self._by_direction.get(direction, {}).get(algorithm)
         if entry is None:
-            return _NOTHING
+            return NOTHING
         v = 1 / (1 / ALGORITHM_SD**2 + entry.weight)
         b = v * entry.weighted
         n, mean = entry.layers.get(layer, (0.0, 0.0))
@@ -116,20 +123,16 @@ def _weight(n: float) -> float:
     return 1 / (LAYER_SD**2 + SIZE_SD**2 / n)
 
 
-_NOTHING = Estimate(0.0, (ALGORITHM_SD**2 + LAYER_SD**2 + SIZE_SD**2) ** 0.5, 0.0, 0)
+NOTHING = Estimate(0.0, (ALGORITHM_SD**2 + LAYER_SD**2 + SIZE_SD**2) ** 0.5, 0.0, 0)
 
 
-NEAR = -1.0
+NEAR = -0.8
 """Algorithms that are predicted to be worse than this, in ln(t_native / t), are not worth a correction."""
 
 
 def layer_of(problem: ConvProblem) -> str:
     """What problems of one layer have in common, as a text that is only compared: all but N, H and W."""
     return " ".join(map(str, problem._replace(N=0, H=0, W=0)))
-
-
-def algorithm_key(name: str, problem: ConvProblem) -> str:
-    return f"{name} {problem.direction}"
 
 
 class Corrected:
@@ -140,27 +143,32 @@ class Corrected:
     def __init__(self, raw: Prediction, learnt: Learnt, problem: ConvProblem) -> None:
         self._raw = raw
         self.margin = raw.margin
-        layer = layer_of(problem)
+        self.ranked = raw.ranked
         self._estimates: dict[str, Estimate] = {}
         self._gains: dict[str, float] = {}
+        known = learnt.known(problem.direction)
+        if not known:
+            return
+        layer = layer_of(problem)
         for name in raw.ranked:
             gain = raw.log_gain(name)
-            if name != NATIVE and gain > NEAR:
-                estimate = self._estimates[name] = learnt.estimate(algorithm_key(name, problem), layer)
+            if gain > NEAR and name in known:
+                estimate = self._estimates[name] = learnt.estimate(name, problem.direction, layer)
                 gain += estimate.shift
             self._gains[name] = gain
-        self.ranked: Sequence[str] = sorted(self._gains, key=self._gains.__getitem__, reverse=True)
+        self.ranked = sorted(self._gains, key=self._gains.__getitem__, reverse=True)
 
     def log_gain(self, name: str) -> float:
         """Corrected ln(t_native / t_name)."""
-        return self._gains.get(name, -float("inf"))
+        found = self._gains.get(name)
+        return self._raw.log_gain(name) if found is None else found
 
     def raw_log_gain(self, name: str) -> float:
         """The model's own prediction."""
         return self._raw.log_gain(name)
 
     def estimate(self, name: str) -> Estimate:
-        return self._estimates.get(name, _NOTHING)
+        return self._estimates.get(name, NOTHING)
 
     def probability(self, name: str) -> float:
         return self._raw.probability(name)

@@ -4,22 +4,24 @@
 No clock is read here: the caller measures time, so that recorded or invented times can be replayed through exactly
 these rules.
 
-A call's algorithm comes from `turn()`, its time goes to `record(...)`. Every algorithm has a cold call first: a favourite
-before native, the others after it. Then calls are grouped into rounds in which native and every remaining candidate
-have one turn each, in random order: a network repeats its layers in a fixed order, and a fixed order of turns would
-always give the same layer to the same algorithm. Only times of one round are compared, as g = ln(t_native / t_candidate).
+A call's algorithm comes from `turn()`, its time goes to `record(...)`. Every algorithm has a cold call first: a
+favourite before native, the others after it. Then calls are grouped into rounds in which native and every remaining
+candidate have one turn each, in random order: a network repeats its layers in a fixed order, and a fixed order of turns
+would always give the same layer to the same algorithm. Only times of one round are compared, as
+g = ln(t_native / t_candidate).
 
 What is known of a candidate after n rounds is the mean and deviation of a normal distribution: the prediction (mean p,
 deviation q), and the rounds (their median m, its robust standard error s), weighted by their precisions,
 
     mean = (p / q^2 + m / s^2) / (1 / q^2 + 1 / s^2),    sd = (1 / q^2 + 1 / s^2)^(-1/2)
 
-A prediction that contradicts what was measured loses its weight (`MISTAKEN`). The standard deviation of one round's g is taken to be between what the rounds show and `NOISE_SD`, which counts like
-`NOISE_ROUNDS` rounds: three rounds may agree by chance. From `MIN_ROUNDS` on:
+A prediction that contradicts what was measured loses its weight (`MISTAKEN`). The standard deviation of one round's g
+is taken to be between what the rounds show and `NOISE_SD`, which counts like `NOISE_ROUNDS` rounds: three rounds may
+agree by chance. From `MIN_ROUNDS` on:
 
     mean + Z_OUT sd < MIN_GAIN    the candidate is out
-    mean - Z_IN sd > MIN_GAIN     it is better than native, which then has no more turns; the best of those is taken, once
-                                  no rival may still beat it
+    mean - Z_IN sd > MIN_GAIN     it is better than native, which then has no more turns; the best of those is taken,
+                                  once no rival may still beat it
     the end of the trial          the best mean - sd if that is above MIN_GAIN; otherwise native
 
 A trial ends after `MOST_CALLS` calls, after `MAX_ROUNDS` rounds, and as soon as it has cost more than `ALLOWANCE_CALLS`
@@ -126,7 +128,7 @@ class OnTrial:
         rounds: complete rounds of turns.
         calls: of the problem, so far. While the trial waits, some are counted before they are made.
         most_calls: after so many calls the trial ends at the latest.
-        leader: who would win if it ended now; native if no candidate would.
+        leader: who would run if it ended now; native if no candidate would.
         candidates: candidate -> its speed relative to native as measured so far; None if nothing was measured.
         predicted: candidate -> its predicted speed relative to native.
         out: candidates that have no more turns.
@@ -202,6 +204,11 @@ class Trial:
         return _middle(warm) if warm else self._cold_us.get(NATIVE)
 
     @property
+    def favourite_is_next(self) -> bool:
+        """Whether the very first call is still to come, and a candidate's."""
+        return not self._cold_us and bool(self._order) and self._order[-1] != NATIVE
+
+    @property
     def rounds(self) -> int:
         return len(self._rounds)
 
@@ -245,6 +252,13 @@ class Trial:
         self.calls += calls
         if self.outcome is None and self.calls > MOST_CALLS:
             self._end(f"{MOST_CALLS} calls")
+
+    def refuse(self, calls: int) -> None:
+        """As `wait`, because no trial may begin now. If it ends so, native runs: other trials have cost too much, so
+        the model's word is worth nothing."""
+        if self.outcome is None and self.calls + calls > MOST_CALLS:
+            self._settle(NATIVE, f"no trial could begin in {MOST_CALLS} calls", cut_short=True)
+        self.wait(calls)
 
     def is_cold(self, name: str) -> bool:
         """Whether this turn is the algorithm's first."""
@@ -306,7 +320,9 @@ class Trial:
 
     def _drop_if_cold_and_hopeless(self) -> None:
         native_us = self.native_us
-        for name in [] if native_us is None else list(self.live):
+        if native_us is None:
+            return
+        for name in list(self.live):
             if self._cold_us.get(name, 0.0) > COLD_DROP * native_us + COLD_US and not self._warm_us[name]:
                 self.drop(name)
 
@@ -320,9 +336,10 @@ class Trial:
 
     def _end_if_too_expensive(self) -> None:
         native_us = self.native_us
-        if self.outcome is None and native_us is not None:
-            if self.excess_us > ALLOWANCE_CALLS * native_us + ALLOWANCE_US:
-                self._end("its cost")
+        if self.outcome is not None or native_us is None:
+            return
+        if self.excess_us > ALLOWANCE_CALLS * native_us + ALLOWANCE_US:
+            self._end("its cost")
 
     def drop(self, name: str) -> None:
         """Remove a candidate: it is hopeless, or it failed."""
@@ -377,7 +394,7 @@ class Trial:
             g = sorted(self._gains(name))
             native_us = self.native_us
             if g:
-                p20, middle, p80 = (math.exp(g[int(share * (len(g) - 1) + 0.5)]) for share in (0.2, 0.5, 0.8))
+                p20, p80 = (math.exp(g[int(share * (len(g) - 1) + 0.5)]) for share in (0.2, 0.8))
                 found[name] = Measured(len(g), math.exp(median(g)), p20, p80)
             elif name in self._warm_us and self._warm_us[name] and native_us is not None:
                 one = native_us / self._full(name, self._warm_us[name][0])
@@ -419,8 +436,8 @@ class Trial:
         return leader
 
     def _best(self) -> str | None:
-        """The candidate with the best mean - sd, if that is above `MIN_GAIN`. Once one of them has run, the model's word
-        counts only for those that were not slower than native in their first calls."""
+        """The candidate with the best mean - sd, if that is above `MIN_GAIN`. Once one of them has run, the model's
+        word counts only for those that were not slower than native in their first calls."""
         ran = self._cold_us.keys() - {NATIVE}
         native_us = self.native_us or math.inf
         known = {
@@ -448,11 +465,8 @@ class Trial:
 
     def hopeless(self) -> list[str]:
         """Candidates that were out after their first call: they count as `HOPELESS`."""
-        return [
-            name
-            for name in self.priors
-            if name not in self.live and name in self._cold_us and not self._warm_us[name] and not self._unusable.get(name)
-        ]
+        out = [name for name in self.priors if name not in self.live and not self._unusable.get(name)]
+        return [name for name in out if name in self._cold_us and not self._warm_us[name]]
 
 
 def _middle(ascending: Sequence[float]) -> float:

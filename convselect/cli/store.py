@@ -21,6 +21,9 @@ _Into = Annotated[Path | None, typer.Option("--store", help="The store to write 
 _Environment = Annotated[int | None, typer.Option(help="Only the environment of this number (`store list`).")]
 
 
+_LEARNT = ("self_tests", "corrections")
+
+
 def _opened(path: Path | None, *, make: bool = False) -> "Store":
     """The store at a path, by default the user's; read-only if it may not be written.
 
@@ -51,7 +54,7 @@ def _say(as_json: bool, values: dict[str, Any], line: str) -> None:
 
 @app.command("list")
 def list_(path: _Path = None, as_json: Json = False) -> None:
-    """The environments of a store, with how many choices and measurements each has."""
+    """The environments of a store, with how many choices, measurements, self-tests and corrections each has."""
     with refusing("store list"), _opened(path) as store:
         choices: dict[int, int] = {}
         for one in store.decisions(damaged=[]):
@@ -61,6 +64,7 @@ def list_(path: _Path = None, as_json: Json = False) -> None:
             {
                 "number": number, "fingerprint": marks[number], "description": about,
                 "choices": choices.get(number, 0), "measurements": store.measurements(number),
+                **dict(zip(_LEARNT, store.learnt_counts(number), strict=True)),
             }
             for number, about in store.environments().items()
         ]  # fmt: skip
@@ -73,11 +77,11 @@ def list_(path: _Path = None, as_json: Json = False) -> None:
     if as_json:
         say_json(whole)
         return
-    names = ("device", "family", "torch")
+    names, counts = ("device", "family", "torch"), ("choices", "measurements", *_LEARNT)
     print_table(
-        {"number": "right", **dict.fromkeys(names, "left"), "choices": "right", "measurements": "right"},
+        {"number": "right", **dict.fromkeys(names, "left"), **{n.replace("_", " "): "right" for n in counts}},
         [
-            [one["number"], *(one["description"].get(n) or "?" for n in names), one["choices"], one["measurements"]]
+            [one["number"], *(one["description"].get(n) or "?" for n in names), *(one[n] for n in counts)]
             for one in found
         ],
     )
@@ -283,7 +287,7 @@ def merge(
     replace: Annotated[bool, typer.Option("--replace", help="Overwrite entries of yours that are later.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Take over all of another store; of two choices for one problem the later stays."""
+    """Take over all of another store; of two choices for one problem the later stays, and so for corrections."""
     from convselect.store import exchange
 
     told: list[dict[str, Any]] = []
@@ -305,7 +309,8 @@ def prune(
     environment: Annotated[int | None, typer.Option(help="Forget the environment of this number.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Forget choices and measurements, least recently used first, and give their space back."""
+    """Forget choices and measurements, least recently used first, and give their space back. Self-tests and corrections
+    go by age, with their environment, or with `--rows 0`."""
     from convselect.base.settings import parse_workspace
 
     with refusing("store prune"):

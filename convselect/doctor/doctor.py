@@ -26,6 +26,7 @@ from convselect.kernels.pool import ALL, BY_NAME
 from convselect.machine import host
 from convselect.machine.environment import cpu_fingerprint, run_environment
 from convselect.measure import measure
+from convselect.measure.self_test import Case, case, tried
 from convselect.model import loaded
 
 PREFIX = "CONVSELECT_"
@@ -265,7 +266,7 @@ class _Examination:
         told: dict[str, dict[str, Any]] = {}
         checked, wrong, worst = 0, dict[str, str](), dict[str, float]()
         watch = timing.Deadline(None)
-        wants: dict[ConvProblem, Any] = {}
+        cases: dict[ConvProblem, Case] = {}
         with torch.no_grad(), measure.threads(1):
             for algorithm in ALL:
                 probe, why = findings.probe_for(algorithm)
@@ -276,11 +277,9 @@ class _Examination:
                     problem = probe.with_direction(direction)
                     if algorithm.why_not(problem) is not None or not algorithm.ready(problem):
                         continue
-                    if problem not in wants:
-                        a, b = (t.to(problem.device) for t in measure.operands(problem))
-                        exact = BY_NAME["native"].run(a.double(), b.double(), problem._replace(dtype="float64"))
-                        wants[problem] = (a, b, exact)
-                    error, what = findings.tried(algorithm, problem, *wants[problem])
+                    if problem not in cases:
+                        cases[problem] = case(problem)
+                    error, what = tried(algorithm, problem, cases[problem])
                     checked += 1
                     worst[problem.dtype] = max(worst.get(problem.dtype, 0.0), error)
                     if what is not None:

@@ -12,30 +12,17 @@ from typing import Any
 
 import torch
 
-from convselect.base.problem import ConvProblem, conv_problem
+from convselect.base.problem import ConvProblem
 from convselect.kernels import _library
 from convselect.kernels._contract import Algorithm
 from convselect.kernels.pool import ALL
 from convselect.machine.environment import run_environment
-from convselect.measure import measure
+from convselect.measure.self_test import PROBES
 
 BUSY_PERCENT = 40.0
 """Share of one processor from which another process is said to be busy."""
 LOOK_S = 0.15
 """How long other processes are looked at."""
-PROBES = (
-    conv_problem(2, 16, 14, 14, 16, 3, 3, padding=1),
-    conv_problem(2, 16, 14, 14, 32, 1, 1),
-    conv_problem(1, 16, 14, 14, 16, 3, 3, padding=1, groups=16),
-    conv_problem(1, 32, 14, 14, 32, 3, 3, padding=1, groups=8),
-    conv_problem(1, 16, 14, 14, 16, 3, 3, padding=1, layout="channels_last", weight_layout="channels_last"),
-    conv_problem(1, 4, 24, 24, 4, 11, 11, padding=5),
-    conv_problem(1, 8, 14, 14, 8, 3, 3, stride=2, padding=1, dtype="bfloat16"),
-    conv_problem(1, 16, 14, 14, 16, 5, 5, padding=2),
-    conv_problem(1, 16, 14, 14, 16, 7, 7, padding=3),
-    conv_problem(1, 16, 14, 14, 16, 1, 7, padding=(0, 0, 3, 3)),
-)
-"""Small convolutions; every algorithm that has an implementation for a machine does one of them."""
 
 
 def versions() -> dict[str, Any]:
@@ -151,16 +138,3 @@ def probe_for(algorithm: Algorithm) -> tuple[ConvProblem | None, str | None]:
                 return problem, None
             why = why or reason
     return None, why
-
-
-def tried(algorithm: Algorithm, problem: ConvProblem, a: Any, b: Any, exact: Any) -> tuple[float, str | None]:
-    """(relative L2 error, what is wrong)."""
-    try:
-        got = algorithm.run(a, b, problem)
-    except Exception as error:
-        return 0.0, f"{type(error).__name__}: {error}"
-    if got.shape != exact.shape or got.dtype != problem.torch_dtype:
-        return 0.0, f"shape {tuple(got.shape)} and {got.dtype}; {tuple(exact.shape)} was expected"
-    distance = (torch.linalg.vector_norm(got.double() - exact) / torch.linalg.vector_norm(exact)).item()
-    bound = measure.ERROR_BOUNDS[problem.dtype]
-    return distance, None if distance <= bound else f"relative error {distance:.1e}, more than {bound:.0e}"

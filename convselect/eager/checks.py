@@ -21,7 +21,7 @@ from convselect.base import lru, timing
 from convselect.base.problem import ConvProblem
 from convselect.base.warnings import warn_once
 from convselect.choice.budgets import distrusted
-from convselect.kernels._spot_check import Finding, limit, spot_check
+from convselect.kernels._spot_check import Finding, check
 from convselect.kernels.pool import BY_NAME
 
 PLACES = 8
@@ -80,11 +80,7 @@ def is_right(
     name: str, result: Tensor, a: Tensor, b: Tensor, problem: ConvProblem, bias: Tensor | None, places: int = PLACES
 ) -> bool:
     """Look at some places; an algorithm whose result is wrong at one of them is `distrust`ed."""
-    algorithm = BY_NAME[name]
-    finding = spot_check(
-        result, a, b, problem, bias,
-        limit=limit(algorithm, problem), spreads=algorithm.spreads_nonfinite, places=places, seed=_random.getrandbits(63),
-    )  # fmt: skip
+    finding = check(BY_NAME[name], result, a, b, problem, bias, places=places, seed=_random.getrandbits(63))
     if finding is None or finding.right:
         return True
     distrust(name, problem, finding)

@@ -11,13 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from convselect.aten.arguments import Geometry, autocast_dtype
+from convselect.aten.arguments import Geometry, autocast_dtype, problem_of
 from convselect.base import settings as _settings
 from convselect.base.settings import Settings
 from convselect.choice.choose import NATIVE
+from convselect.eager.execute import give_back
+from convselect.eager.live_trial import is_out_of_memory
 from convselect.eager.plan import ALL_NATIVE, make_plan, plans
 from convselect.kernels import _cuda_flags
 from convselect.kernels._contract import NotApplicable
+from convselect.kernels._native_ops import native_forward_in_bands
 
 # Looked up once: each of these is read on every call.
 _grad_enabled = torch.is_grad_enabled
@@ -62,8 +65,26 @@ def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, p
     if native:
         if native is not True:
             plan.native = native - 1
-        return _conv2d(x, weight, bias, *geometry)  # type: ignore[no-any-return]
+        try:
+            return _conv2d(x, weight, bias, *geometry)  # type: ignore[no-any-return]
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+        return _with_less_memory(x, weight, bias, geometry)
     return plan(x, weight, bias, geometry)  # type: ignore[no-any-return]
+
+
+def _with_less_memory(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
+    """aten's call once more, after it ran out of memory: what PyTorch alone would have had enough for has enough."""
+    give_back()
+    try:
+        return _conv2d(x, weight, bias, *geometry)  # type: ignore[no-any-return]
+    except RuntimeError as error:
+        problem = problem_of(x, weight, geometry) if x.dim() == 4 and x.is_cpu else None
+        wanted = _grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
+        if not is_out_of_memory(error) or problem is None or wanted or _any_autocast():
+            raise
+    return native_forward_in_bands(x, weight, problem, bias)
 
 
 def _new_plan(key: Any, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, settings: Settings) -> Any:

@@ -9,14 +9,17 @@ from torch import Tensor
 
 from convselect.aten.strides import with_strides
 from convselect.base.lru import on_clear
-from convselect.base.problem import ConvProblem
+from convselect.base.problem import ConvProblem, Direction
 from convselect.base.warnings import warn_once
+from convselect.choice.budgets import distrusted
 from convselect.choice.choose import NATIVE, Choice
 from convselect.eager import batch, checks
 from convselect.eager.live_trial import LiveTrial, is_out_of_memory
 from convselect.eager.resolve import choice_for
 from convselect.kernels import _library
+from convselect.kernels._native_ops import native_forward_in_bands
 from convselect.kernels.pool import BY_NAME
+from convselect.machine import memory
 from convselect.model import loaded
 from convselect.model.loaded import idle
 
@@ -42,7 +45,12 @@ def execute(
     if idle.left < 0:
         loaded.release_idle()
     if isinstance(choice, LiveTrial):
-        return _on_trial(choice, a, b, problem, strides, bias)
+        settled = choice.choice
+        if settled is None or settled.algorithm == NATIVE or checks.due.left > 0:
+            if settled is not None:
+                checks.due.left -= 1
+            return _on_trial(choice, a, b, problem, strides, bias)
+        choice = settled  # its result is due to be checked; the audit goes on with the next call
     if choice.per_image is not None:
         settings = choice.per_image
         result = batch.run(
@@ -51,8 +59,8 @@ def execute(
     else:
         due = checks.due
         due.left -= 1
-        # None: it is still being compiled, failed or was wrong; or a transform turned one NaN or infinity into a tile or
-        # an image of them, and native keeps them where they belong.
+        # None: it is still being compiled, failed or was wrong; or a transform turned one NaN or infinity into a tile
+        # or an image of them, and native keeps them where they belong.
         if due.left >= 0 or choice.algorithm == NATIVE or choice.source == "forced":
             attempted = _attempt(choice, a, b, problem, bias)
         else:
@@ -69,6 +77,10 @@ def _on_trial(
     trial: LiveTrial, a: Tensor, b: Tensor, problem: ConvProblem, strides: tuple[int, ...], bias: Tensor | None
 ) -> Tensor:
     def run(name: str) -> Tensor | None:
+        if name == NATIVE:
+            return with_strides(_native(a, b, problem, bias), strides)
+        if name in distrusted:
+            return None
         found = without_autocast(BY_NAME[name].run_checked, a, b, problem, trial.params_of(name), bias)
         return None if found is None else with_strides(found, strides)
 
@@ -89,13 +101,34 @@ def without_autocast(function: Any, *arguments: Any) -> Any:
 
 
 def _native(a: Tensor, b: Tensor, problem: ConvProblem, bias: Tensor | None) -> Tensor:
-    return without_autocast(BY_NAME[NATIVE].run_checked, a, b, problem, None, bias)  # type: ignore[no-any-return]
+    native = BY_NAME[NATIVE].run_checked
+    try:
+        return without_autocast(native, a, b, problem, None, bias)  # type: ignore[no-any-return]
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+    give_back()
+    try:
+        return without_autocast(native, a, b, problem, None, bias)  # type: ignore[no-any-return]
+    except (RuntimeError, MemoryError) as error:
+        if problem.direction != Direction.FORWARD or not is_out_of_memory(error):
+            raise
+    return without_autocast(native_forward_in_bands, a, b, problem, bias)  # type: ignore[no-any-return]
+
+
+def give_back() -> None:
+    """Give back what is kept here: the model, scratch memory of the C kernels, and what malloc holds unused."""
+    loaded.unload()
+    _library.free_scratch()
+    memory.give_back()
 
 
 def _attempt(choice: Choice, a: Tensor, b: Tensor, problem: ConvProblem, bias: Tensor | None) -> Tensor | None:
     """The chosen algorithm's result; None if it has to be left to native. A forced one raises what it raises."""
     algorithm = BY_NAME[choice.algorithm]
     forced = choice.source == "forced"
+    if not forced and algorithm.name in distrusted:
+        return None  # a graph names it, or a plan that autograd still holds
     failing = bool(failures) and not forced
     if failing and _rests(algorithm.name, problem):
         return None

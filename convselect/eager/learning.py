@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from convselect.base.lru import on_clear
 from convselect.base.problem import ConvProblem
 from convselect.choice.choose import Prediction
-from convselect.choice.learnt import Corrected, Learnt, algorithm_key, layer_of
+from convselect.choice.learnt import Corrected, Learnt, layer_of
 from convselect.choice.trial import HOPELESS, Trial
 from convselect.model import loaded
 from convselect.store import lessons
@@ -36,10 +36,10 @@ def learn(problem: ConvProblem, trial: Trial, predicted: Mapping[str, float], *,
     for name, gain in found.items():
         if name not in predicted:
             continue
-        n, mean = learnt.add(algorithm_key(name, problem), layer, gain - predicted[name])
+        n, mean = learnt.add(name, str(problem.direction), layer, gain - predicted[name])
         if keep:
-            identity = loaded.identity(problem)
-            lessons.remember_correction(identity, algorithm_key(name, problem), layer, n, mean, problem.device)
+            key = f"{name} {problem.direction}"
+            lessons.remember_correction(loaded.identity(problem), key, layer, n, mean, problem.device)
 
 
 def _of(problem: ConvProblem) -> Learnt:
@@ -48,7 +48,8 @@ def _of(problem: ConvProblem) -> Learnt:
     if found is None:
         found = Learnt()
         for algorithm, layer, n, mean in lessons.corrections(identity, problem.device):
-            found.put(algorithm, layer, n, mean)
+            name, _, direction = algorithm.partition(" ")
+            found.put(name, direction, layer, n, mean)
         _by_model[identity] = found
     return found
 

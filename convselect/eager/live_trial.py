@@ -80,6 +80,7 @@ class LiveTrial:
 
     __slots__ = (
         "_audit",
+        "_begun",
         "_calls",
         "_disturbed",
         "_forks",
@@ -125,6 +126,7 @@ class LiveTrial:
         # least; on several, time that passes.
         self._now_ns = _thread_ns if problem.threads == 1 else _wall_ns
         self._audit = audit
+        self._begun = False
         self._on_settled = on_settled
         self._lock = threading.Lock()
         self._forks = _forks
@@ -144,9 +146,10 @@ class LiveTrial:
         """How the trial stands; None once it is settled. Asking changes nothing."""
         if self.choice is not None:
             return None
-        trial = self.trial
-        waiting = trial.turns == 1 and trial.native_us is not None and not self._allowed()
-        return replace(trial.state(), waiting=waiting)
+        stands = self.trial.state()
+        if not self._must_ask() or self._allowed():
+            return stands
+        return replace(stands, waiting=True, leader=NATIVE)  # if no trial may begin to the end, native runs
 
     def params_of(self, name: str) -> Mapping[str, Any] | None:
         """Parameters that an algorithm runs with here; None for its default. Tuned ones belong to what was tuned."""
@@ -162,50 +165,58 @@ class LiveTrial:
         if not self._lock.acquire(blocking=False):
             return self._otherwise(run)  # two calls at once would time each other
         try:
-            begun_ns, before_us = self._now_ns(), self.trial.excess_us
-            name = self._turn(device)
-            if name is None:
-                return self._otherwise(run)
-            algorithm = BY_NAME[name]
-            if algorithm.may_be_unready and not algorithm.ready(self.problem, self.params_of(name)):
-                self._postpone(name)
-                return self._otherwise(run)
-            if device.type == "cuda":
-                return self._timed_on_gpu(name, run)
+            begun_ns, before_us, native_us = self._now_ns(), self.trial.excess_us, self.trial.native_us
             try:
-                return self._timed(name, run, is_right, begun_ns)
+                return self._timed_if_due(run, device, is_right, begun_ns)
             finally:
                 account.excess_us += self.trial.excess_us - before_us
+                if native_us is None and self.trial.native_us is not None:
+                    account.begun(self.trial.native_us)
         finally:
             self._lock.release()
+
+    def _timed_if_due(self, run: Run, device: torch.device, is_right: Check, begun_ns: int) -> Tensor:
+        name = self._turn(device)
+        if name is None:
+            return self._otherwise(run)
+        if not self._is_ready(name):
+            self._postpone(name)
+            return self._otherwise(run)
+        if device.type == "cuda":
+            return self._timed_on_gpu(name, run)
+        return self._timed(name, run, is_right, begun_ns)
 
     def _otherwise(self, run: Run) -> Tensor:
         """What runs untimed: the choice, if there is one."""
         name = NATIVE if self.choice is None else self.choice.algorithm
-        result = self._tried(name, run)
+        result = self._tried(name, run) if self._is_ready(name) else None
         if result is None:
             result = run(NATIVE)
         assert result is not None
         return result
 
+    def _is_ready(self, name: str) -> bool:
+        algorithm = BY_NAME[name]
+        return not algorithm.may_be_unready or algorithm.ready(self.problem, self.params_of(name))
+
     # ---- whose turn it is ---------------------------------------------------------------------------------------
 
     def _turn(self, device: torch.device) -> str | None:
         if self._pending is not None:
-            name, first, last, done, error = self._pending
+            timed, first, last, done, error = self._pending
             if not done.query():
                 return None
             self._pending = None
-            if error is None or self._is_right(name, float(error)):
-                self._record(name, 1e3 * first.elapsed_time(last))
+            if error is None or self._is_right(timed, float(error)):
+                self._record(timed, 1e3 * first.elapsed_time(last))
                 if error is not None:
                     self.trial.charge(1e3 * last.elapsed_time(done))
         if self.choice is None:
             if _must_repeat(device):
                 return None
-            if self.trial.turns <= 1 and not self._may_begin():
+            if not self._begun and not self._may_begin():
                 self.waits = WAIT_CALLS
-                self.trial.wait(WAIT_CALLS + 1)
+                self.trial.refuse(WAIT_CALLS + 1)
                 self._settle_if_done()
                 return None
             name = self.trial.turn()
@@ -222,13 +233,16 @@ class LiveTrial:
             self.trial.postpone(name)
 
     def _may_begin(self) -> bool:
-        """Whether the process has time left for this trial. Before native's time is known it is only native's turn."""
-        if self.trial.turns == 0 or self.trial.native_us is None:
+        """Whether the process has time left for this trial. Native's first turn costs nothing; a favourite's may."""
+        if not self._must_ask():
             return True
         if not self._allowed():
             return False
-        account.begun(self.trial.native_us)
+        self._begun = self.trial.native_us is not None
         return True
+
+    def _must_ask(self) -> bool:
+        return not self._begun and (self.trial.native_us is not None or self.trial.favourite_is_next)
 
     def _allowed(self) -> bool:
         return account.allows(timing.computed_us() / self.problem.threads)
@@ -253,10 +267,10 @@ class LiveTrial:
         if new and not is_right(name, result, FIRST_PLACES):
             del result
             self.trial.drop(name)
+            self.trial.charge((now_ns() - begun_ns) / 1e3)
+            self._settle_if_done()
             result = run(NATIVE)
             assert result is not None
-            self.trial.charge((now_ns() - begun_ns) / 1e3 - us)
-            self._settle_if_done()
             return result
         undisturbed = self._undisturbed(us, thread_us)
         overhead_us = (now_ns() - begun_ns) / 1e3 - us
@@ -293,8 +307,8 @@ class LiveTrial:
         return native
 
     def _undisturbed(self, us: float, thread_us: float) -> float | None:
-        """What a call took, without what neighbours on the machine took from it; None if that cannot be told: on several
-        threads, if its own thread stood still meanwhile, since the others wait for it."""
+        """What a call took, without what neighbours on the machine took from it; None if that cannot be told: on
+        several threads, if its own thread stood still meanwhile, since the others wait for it."""
         if self.problem.threads > 1 and us > DISTURBED * thread_us + DISTURBED_US:
             self._disturbed += 1
             return us if self._disturbed > MOST_DISTURBED else None
@@ -416,6 +430,10 @@ def _distance(result: Tensor, native: Tensor) -> Tensor:
         return distance
 
 
+# oneDNN says only that a primitive could not be created when its buffers cannot be allocated.
+_NO_MEMORY = ("can't allocate memory", "out of memory", "ALLOC_FAILED", "could not create a primitive")
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether this says that memory ran out, in any of the ways in which PyTorch says it."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
@@ -423,7 +441,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     # The allocator of the CPU has no exception of its own; cuBLAS and cuDNN have none either.
     text = str(error)
     return isinstance(error, RuntimeError) and any(
-        sign in text for sign in ("can't allocate memory", "out of memory", "ALLOC_FAILED")
+        sign in text for sign in _NO_MEMORY
     )
 
 
@@ -431,7 +449,7 @@ def _must_repeat(device: torch.device) -> bool:
     """Whether the call at hand has to give the bits that another one gave, or must not be timed or counted."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return True
-    frame = sys._getframe(2)
+    frame = sys._getframe(3)
     while frame is not None:
         if frame.f_globals.get("__name__") in _REPEATABLE:
             return True

@@ -183,10 +183,11 @@ class Plan(Entry):
         elif type(found) is LiveTrial and found.final is not None:
             found = self.found = found.final
             self._forget_if_native(found)
-        elif type(found) is LiveTrial and found.waits > 0 and not self.needs_grad:
+        y = execute(found, x, weight, self.problem, self.strides.y, bias)
+        if type(found) is LiveTrial and found.waits > 0 and not self.needs_grad:
             # Until the trial goes on, the next calls are aten's own.
             self.native, found.waits = found.waits, 0
-        return execute(found, x, weight, self.problem, self.strides.y, bias)
+        return y
 
     def backward(
         self, grad_y: Tensor, x: Tensor | None, weight: Tensor | None, needed: tuple[bool, bool]

@@ -124,9 +124,7 @@ PRIOR_SD = 0.3
 """Standard deviation of a prediction in a trial: what `learnt.Estimate.sd` is without residuals, or less."""
 
 
-def _on_trial(
-    problem: ConvProblem, settings: Settings, choice: Choice, prediction: Prediction | None
-) -> Found | None:
+def _on_trial(problem: ConvProblem, settings: Settings, choice: Choice, prediction: Prediction | None) -> Found | None:
     """The trial that checks this choice, or watches it; None if it needs neither; a choice if what was learnt makes a
     trial needless."""
     if settings.policy not in TIMING or problem.deterministic or settings.batch_invariant:
@@ -148,11 +146,11 @@ def _on_trial(
             return choice
     if not candidates and not (settings.audit and choice.algorithm != NATIVE):
         return None
-    predicted = {name: prediction.raw_log_gain(name) for name in candidates} if isinstance(prediction, Corrected) else {}
+    predicted = {}
+    if isinstance(prediction, Corrected):
+        predicted = {name: prediction.raw_log_gain(name) for name in candidates}
     keeper = _Keeper(problem, settings, predicted)
-    trial = LiveTrial(
-        problem, choice, candidates, favourite=favourite, audit=settings.audit, on_settled=keeper
-    )
+    trial = LiveTrial(problem, choice, candidates, favourite=favourite, audit=settings.audit, on_settled=keeper)
     keeper.trial = trial
     trial.store_result = not choice.memory_limited
     return trial

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction
 
-ABI = 5
+ABI = 6
 TUNE_SLOTS = 8
 OK, NO_MEMORY, UNSUPPORTED, NONFINITE = range(4)
 ISAS = {"base": 0, "avx2": 1, "avx512": 2}

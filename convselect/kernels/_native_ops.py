@@ -86,6 +86,35 @@ def native_forward(x: Tensor, weight: Tensor, problem: ConvProblem, bias: Tensor
     return torch.conv2d(x, weight, bias, problem.stride, padding, problem.dilation, problem.groups)
 
 
+def native_forward_in_bands(x: Tensor, weight: Tensor, problem: ConvProblem, bias: Tensor | None = None) -> Tensor:
+    """y by one call of aten per image and band of rows: for want of memory, since aten may copy both operands of a call
+    into other layouts, and the result out of one. If oneDNN finds no memory for its code even so, by aten's own loops."""
+    try:
+        return _in_bands(x, weight, problem, bias, 16)
+    except (RuntimeError, MemoryError):
+        pass
+    enabled = torch._C._get_mkldnn_enabled()  # type: ignore[attr-defined]
+    torch._C._set_mkldnn_enabled(False)  # type: ignore[attr-defined]  # other threads are only slower meanwhile
+    try:
+        return _in_bands(x, weight, problem, bias, 96)
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)  # type: ignore[attr-defined]
+
+
+def _in_bands(x: Tensor, weight: Tensor, p: ConvProblem, bias: Tensor | None, bands: int) -> Tensor:
+    y = torch.empty(p.result_shape, dtype=x.dtype, device=x.device, memory_format=memory_format(p))
+    rows = -(-p.P // bands)
+    for n in range(p.N):
+        for first in range(0, p.P, rows):
+            last = min(first + rows, p.P)
+            top = first * p.stride_h - p.pad_top
+            bottom = (last - 1) * p.stride_h + (p.R - 1) * p.dil_h + 1 - p.pad_top
+            band = x[n : n + 1, :, max(top, 0) : min(bottom, p.H)]
+            band = F.pad(band, (p.pad_left, p.pad_right, max(-top, 0), max(bottom - p.H, 0)))
+            y[n : n + 1, :, first:last] = torch.conv2d(band, weight, bias, p.stride, 0, p.dilation, p.groups)
+    return y
+
+
 def native_backward(
     grad_y: Tensor, x: Tensor, weight: Tensor, problem: ConvProblem, needed: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:

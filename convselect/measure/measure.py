@@ -139,11 +139,27 @@ def check(algorithm: Algorithm, a: Tensor, b: Tensor, problem: ConvProblem, want
     except Exception as raised:  # no exception may end the collection, or go unnoticed
         print(f"{algorithm.name} failed on {problem}: {type(raised).__name__}: {raised}", file=sys.stderr)
         return "failed"
+    return "ok" if compared(got, want, problem)[1] is None else "wrong"
+
+
+def compared(got: Tensor, want: Tensor, problem: ConvProblem, *, each: bool = False) -> tuple[float, str | None]:
+    """(relative L2 error, what is wrong): shape, dtype, or further from the float64 result `want` than `ERROR_BOUNDS`.
+
+    Args:
+        each: whether no single value may be off by more than the bound times the largest, either: in the L2 norm of a
+            16-bit result, one value among some thousands does not show.
+    """
     if got.shape != want.shape or got.dtype != problem.torch_dtype:
-        return "wrong"
-    distance, size = torch.linalg.vector_norm(got.double() - want).item(), torch.linalg.vector_norm(want).item()
+        return 0.0, f"shape {tuple(got.shape)} and {got.dtype}; {tuple(want.shape)} was expected"
+    difference, bound = got.double() - want, ERROR_BOUNDS[problem.dtype]
+    distance, size = torch.linalg.vector_norm(difference).item(), torch.linalg.vector_norm(want).item()
+    error = distance / size if size else distance
     # NaN is wrong; and if every window lies in the padding, only zeros are right.
-    return "ok" if distance <= ERROR_BOUNDS[problem.dtype] * size else "wrong"
+    if not distance <= bound * size:
+        return error, f"relative error {error:.1e}, more than {bound:.0e}"
+    if each and difference.numel() and not difference.abs().max() <= bound * want.abs().max():
+        return error, f"a value that is off by {difference.abs().max().item():.1e}"
+    return error, None
 
 
 def _timed(

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 from convselect.base.problem import ConvProblem
 from convselect.machine import environment as machine
-from convselect.store.file import DamagedStoreError, StoreFile, now
+from convselect.store.file import DamagedStoreError, now
+from convselect.store.learnt import Learnt
 
 
 class Decision(NamedTuple):
@@ -49,7 +50,7 @@ class Stored(NamedTuple):
 _COLUMNS = "c.algorithm, c.params, c.source, c.gain, c.revision, c.samples, c.checksum"
 
 
-class Choices(StoreFile):
+class Choices(Learnt):
     """The choices of a store; arguments and errors are those of `StoreFile`."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -218,6 +219,8 @@ class Choices(StoreFile):
         """Delete until all of these hold, least recently used first; returns the number of deleted rows.
 
         Measurements are deleted before choices: a call may wait for a choice, while measurements can be imported again.
+        Self-tests and corrections have bounds of their own (`learnt.py`); they go by age or with their environment, and
+        all of them if nothing else may stay or their space is needed.
 
         Args:
             rows: keep at most this many choices and measurements.
@@ -231,16 +234,22 @@ class Choices(StoreFile):
                 for name in ("choice", "measurement"):
                     gone += self._db.execute(f"delete from {name} where environment = ?", (environment,)).rowcount
                 self._db.execute("delete from sentinel where environment = ?", (environment,))
+                gone += sum(self.learnt_counts(environment))  # which go with it
                 self._db.execute("delete from environment where id = ?", (environment,))
             if unused_since is not None:
                 for name in ("choice", "measurement"):
                     gone += self._db.execute(f"delete from {name} where used < ?", (unused_since,)).rowcount
+                gone += self._forget_learnt(unused_since)
             if rows is not None and (excess := sum(self.counts()) - rows) > 0:
                 gone += self._forget(excess)
+            if rows == 0:
+                gone += self._forget_learnt()
             self._forget_problems(gone)
             while size_bytes is not None and self.used_bytes > size_bytes and (left := sum(self.counts())):
                 gone += self._forget(left // 10 + 1)
                 self._forget_problems(gone)
+            if size_bytes is not None and self.used_bytes > size_bytes:
+                gone += self._forget_learnt()
         self._db.executescript("pragma incremental_vacuum")  # `execute` would free one page
         return gone
 

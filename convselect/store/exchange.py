@@ -25,12 +25,15 @@ _COLUMNS = ("fingerprint", "description", *_FIELDS)
 
 
 class Taken(NamedTuple):
-    """The result of an import or a merge: numbers of rows added, and of rows left out since there was one already."""
+    """The result of an import or a merge: numbers of rows added, and of rows left out since there was one already.
+    Self-tests and corrections are only merged, not imported."""
 
     choices: int = 0
     choices_kept: int = 0
     measurements: int = 0
     measurements_kept: int = 0
+    self_tests: int = 0
+    corrections: int = 0
 
 
 # ---- choices ----------------------------------------------------------------------------------------------------
@@ -176,13 +179,13 @@ def _key(row: Any) -> tuple[Any, ...]:
 
 
 def merge(store: Store, other: Store, *, replace: bool = False) -> Taken:
-    """Add all choices and measurements of another store. Of two choices for the same problem the later one stays (with
-    `replace`, the other store's). Merging twice changes nothing.
+    """Add all of another store. Of two choices for the same problem, and of two self-tests or corrections of one key,
+    the later one stays (with `replace`, the other store's). Merging twice changes nothing.
 
     Raises:
         StoreError: if a row of the other is damaged.
     """
-    fingerprints, totals = other.fingerprints(), [0, 0, 0, 0]
+    fingerprints, totals = other.fingerprints(), [0] * 6
     for number, description in other.environments().items():
         here = store.environment(description, fingerprints[number])
         made = {(d.problem, d.budgets): when for _, d, when, _ in store.decisions(here)}
@@ -194,7 +197,8 @@ def merge(store: Store, other: Store, *, replace: bool = False) -> Taken:
         if new:
             store.put_choices(here, [one.decision for one in new], made=[one.made for one in new])
         added, there = store.add_from(other, number, here)
-        for i, count in enumerate((len(new), len(theirs) - len(new), added, there)):
+        learnt = store.add_learnt_from(other, number, here, replace=replace)
+        for i, count in enumerate((len(new), len(theirs) - len(new), added, there, *learnt)):
             totals[i] += count
     return Taken(*totals)
 
@@ -204,8 +208,8 @@ def merge(store: Store, other: Store, *, replace: bool = False) -> Taken:
 
 def verify(store: Store) -> dict[str, list[str]]:
     """Kind of fault -> the entries that have it: "pages" (SQLite's own check), "references" (broken ones), "problems"
-    (texts that cannot be read), "rows" (damaged choices), "unknown algorithms", "old revisions" (choices that will be
-    measured again when they are next needed). Kinds without a fault are left out."""
+    (texts that cannot be read), "rows" (damaged choices, self-tests and corrections), "unknown algorithms",
+    "old revisions" (choices that will be measured again when next needed). Kinds without a fault are left out."""
     found: dict[str, list[str]] = {"pages": store.problems(thorough=True), "references": store.dangling()}
     found["problems"] = []
     for text in store.problem_texts():
@@ -222,5 +226,6 @@ def verify(store: Store) -> dict[str, list[str]]:
             unknown[decision.algorithm] = None
         elif algorithm.revision != decision.revision:
             old.append(f"{decision.algorithm} {decision.revision} for {decision.problem}")
+    rows += store.damaged_learnt()
     found |= {"rows": rows, "unknown algorithms": list(unknown), "old revisions": old}
     return {kind: faults for kind, faults in found.items() if faults}

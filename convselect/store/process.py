@@ -1,4 +1,5 @@
-"""The store of one process: choices are looked up before the model is asked, and written once they are made.
+"""The store of one process: choices are looked up before the model is asked, and written once they are made; so are
+self-tests and corrections (`lessons.py`).
 
 No call waits for long, and none raises (except for the one warning, if the user has turned warnings into errors). If
 the file fails, choices are kept in memory from then on.
@@ -14,7 +15,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from convselect.store.fork import ForkGuard, abandon
 if TYPE_CHECKING:
     from convselect.base.problem import ConvProblem
     from convselect.store.choices import Choices, Decision
+    from convselect.store.lessons import Lessons
 
 BUSY_S = 0.2
 """How long a call waits for another process, in seconds."""
@@ -61,6 +63,7 @@ class _Process:
         self.warnings: list[tuple[str, str]] = []
         self.waiting: dict[Key, tuple[str, Decision]] = {}  # with fingerprints
         self.known: dict[Key, Decision] = {}  # choices that cannot be written, or that the parent process writes
+        self.lessons: Lessons | None = None  # from the first self-test or correction on
         self.store: Choices | None = None
         self.system: Choices | None = None
         self.numbers: dict[str, int] = {}  # fingerprint -> number of the environment
@@ -80,11 +83,16 @@ class _Process:
             self._path = environment.user_cache() / "store.sqlite"
         return self._path
 
+    @property
+    def resting(self) -> bool:
+        """Whether the file was locked just now, and is left alone for a while."""
+        return self.rest is not None and not self.rest.passed
+
     def opened(self, *, make: bool = False) -> Choices | None:
         """The user's store; None if it cannot be opened, or does not exist and need not be made."""
         if self.inside > 1:
             return None
-        if self.store is not None or self.why_off is not None or not (self.rest is None or self.rest.passed):
+        if self.store is not None or self.why_off is not None or self.resting:
             return self.store
         try:
             path = self.path
@@ -164,6 +172,8 @@ class _Process:
     def _keep_waiting_in_memory(self) -> None:
         self.known |= {key: decision for key, (_, decision) in self.waiting.items()}
         self.waiting = {}
+        if self.lessons is not None:
+            self.lessons.keep_in_memory()
 
     def forked(self) -> None:
         """Continue as a forked child. The parent writes the choices that were waiting."""
@@ -188,7 +198,7 @@ class _Process:
             return waiting[1]
         if key in self.known:
             return self.known[key]
-        if self.waiting and self.written is not None and self.written.passed:
+        if self.written is not None and self.written.passed:
             self.write()
         fingerprint = environment.fingerprint_of(problem.device)
         if fingerprint is None:
@@ -217,33 +227,35 @@ class _Process:
         else:
             self.known.pop(key, None)
             self.waiting[key] = (fingerprint, decision)
-            self.written = self.written or timing.Deadline(EVERY_S)
-            if len(self.waiting) >= QUEUE or self.written.passed:
-                self.write()
+            self.write_in_time()
         for kept in (self.waiting, self.known):
             while len(kept) > REMEMBERED:
                 kept.pop(next(iter(kept)))
 
+    def write_in_time(self) -> None:
+        """Write if many are waiting, or for long."""
+        count = len(self.waiting) + (0 if self.lessons is None else len(self.lessons))
+        if count:
+            self.written = self.written or timing.Deadline(EVERY_S)
+            if count >= QUEUE or self.written.passed:
+                self.write()
+
     def write(self) -> None:
-        """Write the waiting choices, in one transaction per environment. After a failure they keep waiting."""
-        if not self.waiting:
+        """Write what is waiting, in one transaction per environment and kind. After a failure it keeps waiting."""
+        if not self.waiting and not self.lessons:
             return
         store = self.opened(make=True)
         if store is None:
             return
-        import sqlite3
-
         self.written = timing.Deadline(EVERY_S)
         try:
             for fingerprint in {fingerprint for fingerprint, _ in self.waiting.values()}:
                 group = {key: one for key, (of, one) in self.waiting.items() if of == fingerprint}
-                try:
-                    store.put_choices(self._number(store, fingerprint), list(group.values()))
-                except sqlite3.IntegrityError:  # another process has removed the environment
-                    self.numbers.clear()
-                    store.put_choices(self._number(store, fingerprint), list(group.values()))
+                self._put(store, fingerprint, store.put_choices, list(group.values()))
                 for key in group:
                     del self.waiting[key]
+            if self.lessons:
+                self.lessons.write(store, self._put)
             self.locked = 0
             if sum(store.counts()) > ROWS or store.used_bytes > SIZE_BYTES:
                 # Prune a bit more than necessary, so that not every later write has to prune.
@@ -251,10 +263,20 @@ class _Process:
         except Exception as error:
             self.failed(error)
 
-    def _number(self, store: Choices, fingerprint: str) -> int:
-        if fingerprint not in self.numbers:
-            self.numbers[fingerprint] = store.environment(environment.descriptions[fingerprint], fingerprint)
-        return self.numbers[fingerprint]
+    def _put(self, store: Choices, fingerprint: str, put: Callable[..., object], *values: object) -> None:
+        """Call `put` with the number of this environment, which is added if it is new, and values to write."""
+        import sqlite3
+
+        for last in (False, True):
+            try:
+                if fingerprint not in self.numbers:
+                    self.numbers[fingerprint] = store.environment(environment.descriptions[fingerprint], fingerprint)
+                put(self.numbers[fingerprint], *values)
+                return
+            except sqlite3.IntegrityError:  # another process has removed the environment
+                if last:
+                    raise
+                self.numbers.clear()
 
 
 def _absolute(path: str | Path) -> Path:
@@ -286,7 +308,7 @@ _guard = ForkGuard(_before_fork, _in_child)
 
 
 @contextlib.contextmanager
-def _using() -> Iterator[_Process]:
+def using() -> Iterator[_Process]:
     """The process's state, locked for this thread; warnings are given after it is unlocked."""
     global _process
     with _guard.lock:
@@ -311,22 +333,22 @@ def look_up(problem: ConvProblem, budgets: str) -> Decision | None:
     """The choice stored for this problem under these budgets, on this machine, with these versions; None if there is
     none, or if its algorithm has another revision by now. The user's own store comes before the system's."""
     found = None
-    with _using() as process:
+    with using() as process:
         found = process.look_up(problem, budgets)
     return found
 
 
 def remember(decision: Decision) -> None:
     """Keep a choice: in memory at once, and soon on disk."""
-    with _using() as process:
+    with using() as process:
         process.remember(decision)
 
 
 def flush() -> None:
-    """Write the waiting choices."""
+    """Write what is waiting."""
     if _process is None:
         return
-    with _using() as process:
+    with using() as process:
         process.rest = None
         process.write()
 
@@ -356,36 +378,13 @@ def user_path() -> Path:
 
 def status() -> dict[str, Any]:
     """The state of the store: path, enabled, why_off, exists, journal ("wal" or "delete"), healthy, rows (choices and
-    measurements), choices, measurements, bytes, waiting (choices not written yet), system_store (its path or None)."""
-    told: dict[str, Any] = dict.fromkeys(("path", "journal", "rows", "bytes"))
-    told |= {"enabled": False, "exists": False, "healthy": False}
-    with _using() as process:
-        with contextlib.suppress(OSError):
-            told["path"] = None if process.off else str(process.path)
-        store = process.opened()
-        if store is not None:
-            try:
-                choices, measurements = store.counts()
-                told |= {
-                    "exists": True,
-                    "journal": store.journal,
-                    "rows": choices + measurements,
-                    "choices": choices,
-                    "measurements": measurements,
-                    "bytes": store.used_bytes,
-                    "healthy": not store.problems(),
-                }
-            except Exception as error:
-                process.failed(error)
-        elif process.why_off is None:
-            told["healthy"] = process.rest is None or process.rest.passed  # there is no file yet
-        system = process.opened_system()
-        told |= {
-            "enabled": process.why_off is None,
-            "why_off": process.why_off,
-            "waiting": len(process.waiting),
-            "system_store": None if system is None else str(system.path),
-        }
+    measurements), choices, measurements, self_tests, corrections, bytes, waiting (choices not written yet),
+    system_store (its path or None)."""
+    from convselect.store.status import described
+
+    told: dict[str, Any] = {}
+    with using() as process:
+        told = described(process)
     return told
 
 

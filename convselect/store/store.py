@@ -6,6 +6,7 @@
     sentinel      a fixed problem's time before and after each block of problems: how far the machine drifted meanwhile
     choice        the choice for a problem under some budgets: algorithm, its parameters and revision, its source, when
                   it was made and last used
+    self_test, correction   what this machine has learnt besides: `learnt.py`
 
 A problem's measurements are written in one transaction, so after an interruption the store has only complete problems.
 SQLite's journal and file locks make many processes on one machine safe; a reader never sees half a problem.

@@ -28,6 +28,7 @@ ROOT = Path(convselect.__file__).parent.parent
 CC = os.environ.get("CC", sysconfig.get_config_var("CC") or "cc").split()
 KERNELS = _guarded.kernels()
 ENTRIES = {**KERNELS, **_guarded.packed_kernels()}
+SHARED = ("runtime", "spot_check")  # compiled once
 X86 = os.uname().machine in ("x86_64", "amd64")
 
 pytestmark = [
@@ -118,6 +119,15 @@ def test_no_byte_beside_a_blocks_operands_is_touched(built):
     assert_blocks_ran(_guarded.run(environment, blocks=True, sides=[True, False], random=120, seed=4))
 
 
+SPOTS = 2 * 3 * 4 * 2  # layouts, directions, dtypes, right and wrong
+
+
+@pytest.mark.sanitizer
+def test_a_spot_check_reads_nothing_beside_its_operands(built):
+    ran = _guarded.run({"CONVSELECT_LIBRARY": str(built)}, spots=True, sides=[True, False], random=150, seed=6)
+    assert len(ran) == SPOTS
+
+
 @pytest.fixture(scope="session")
 def sanitized(tmp_path_factory) -> dict[str, str]:
     """The environment for a process that uses a library with the address and undefined-behaviour sanitizers."""
@@ -152,6 +162,7 @@ def test_sanitizers_have_nothing_to_say(sanitized):
     ran = _guarded.run(sanitized, kernels=list(ENTRIES), sides=[None], random=200, seed=2, listed="one layout")
     assert_ran(ran, ENTRIES)
     assert_blocks_ran(_guarded.run(sanitized, blocks=True, sides=[None], random=100, seed=5))
+    assert len(_guarded.run(sanitized, spots=True, sides=[None], random=100, seed=7)) == SPOTS
 
 
 BUGS = {
@@ -239,10 +250,10 @@ def instructions(path: Path) -> list[str]:
 @needs_binutils
 @pytest.mark.skipif(not X86, reason="one instruction set only")
 def test_no_unit_holds_instructions_beyond_its_set(objects):
-    assert set(objects) == {"runtime", "isa_base", "isa_avx2", "isa_avx512"}
+    assert set(objects) == {*SHARED, "isa_base", "isa_avx2", "isa_avx512"}
     forbidden = {
         # Every AVX mnemonic begins with v, whatever its registers.
-        "runtime": r"^v(?!er[rw])|%[yz]mm|%k[0-7]",
+        **dict.fromkeys(SHARED, r"^v(?!er[rw])|%[yz]mm|%k[0-7]"),
         "isa_base": r"^v(?!er[rw])|%[yz]mm|%k[0-7]",
         # AVX-512 shows in its registers: zmm, masks, and those from 16 on.
         "isa_avx2": r"%zmm|%k[0-7]|%[xy]mm(1[6-9]|2\d|3[01])|\{(z|1to\d+|r.-sae)\}",
@@ -266,7 +277,7 @@ def test_units_share_no_function(objects):
         for line in command("nm", "--defined-only", path).stdout.splitlines():
             kind, symbol = line.split()[-2:]
             assert kind not in "WwVvuCi", f"{unit} defines {symbol} for the linker to merge"
-            if kind.isupper() and unit != "runtime":
+            if kind.isupper() and unit not in SHARED:
                 assert symbol.endswith(unit.removeprefix("isa")), f"{unit} defines {symbol}"
 
 
@@ -274,7 +285,7 @@ def test_units_share_no_function(objects):
 @needs_binutils
 def test_the_library_exports_its_interface_and_needs_neither_torch_nor_python(built):
     exported = {line.split()[-1] for line in command("nm", "-D", "--defined-only", built).stdout.splitlines()}
-    assert {*ENTRIES, "cs_abi", "cs_best_isa", "cs_free_scratch", "cs_scratch_bytes"} <= exported
+    assert {*ENTRIES, "cs_spot_check", "cs_abi", "cs_best_isa", "cs_free_scratch", "cs_scratch_bytes"} <= exported
     assert not [symbol for symbol in exported if not re.fullmatch(r"cs_\w+(?<!_base)(?<!_avx2)(?<!_avx512)", symbol)]
     missing = {line.split()[-1] for line in command("nm", "-D", "--undefined-only", built).stdout.splitlines()}
     assert not [symbol for symbol in missing if symbol.startswith(("Py", "_Py", "_Z"))]

@@ -19,7 +19,7 @@ from problems import PROBLEMS, operands_of, random_operands, relative_error
 from tolerances import FORWARD, WEIGHT_GRADIENT_FACTOR
 
 from convselect.base.problem import Direction, conv_problem, layout_of
-from convselect.kernels import _library
+from convselect.kernels import _library, _spot_check
 from convselect.kernels.pool import ALL
 from convselect.kernels.reference import Reference
 
@@ -139,22 +139,25 @@ def test_structs_are_as_the_header_has_them():
     header = re.sub(r"/\*.*?\*/", "", (_guarded.CSRC / "convselect.h").read_text(), flags=re.DOTALL)
     structs = {
         "cs_conv": _library.Conv, "cs_epilogue": _library.Epilogue, "cs_block": _library.Block,
-        "cs_layer": _library.Layer, "cs_input": _library.Input,
+        "cs_layer": _library.Layer, "cs_input": _library.Input, "cs_spot": _spot_check.Spot,
+        "cs_found": _spot_check.Found,
     }  # fmt: skip
     for of, struct in structs.items():
         body = re.search(r"typedef struct \{([^}]*)\} " + of, re.sub(r"/\*.*?\*/", "", header, flags=re.DOTALL)).group(
             1
         )
         fields = []
-        for kind, names in re.findall(r"(int64_t|int32_t|const float|float|const void) ([^;]+);", body):
-            size = {"int64_t": ctypes.c_int64, "int32_t": ctypes.c_int32}.get(kind, ctypes.c_void_p)
+        for kind, names in re.findall(r"(int64_t|int32_t|double|const float|float|const void) ([^;]+);", body):
+            numbers = {"int64_t": ctypes.c_int64, "int32_t": ctypes.c_int32, "double": ctypes.c_double}
+            size = numbers.get(kind, ctypes.c_void_p)
             for name in names.split(","):
                 plain, _, count = name.strip(" *]").partition("[")
                 fields.append((plain, size * int(count) if count else size))
         assert fields == [tuple(field) for field in struct._fields_]
     for name, number in {
         **{f"CS_{name}": getattr(_library, name) for name in ("OK", "NO_MEMORY", "UNSUPPORTED", "NONFINITE")},
-        "CS_FORWARD": 0, "CS_BACKWARD_DATA": 1, "CS_BACKWARD_WEIGHT": 2, "CS_F32": 0, "CS_BF16": 1, "CS_F16": 2,
+        "CS_FORWARD": 0, "CS_BACKWARD_DATA": 1, "CS_BACKWARD_WEIGHT": 2,
+        "CS_F32": 0, "CS_BF16": 1, "CS_F16": 2, "CS_F64": 3,
         "CS_CONTIGUOUS": 0, "CS_CHANNELS_LAST": 1, "CS_LINEAR": 0, "CS_RELU": 1, "CS_RELU6": 2, "CS_SILU": 3,
     }.items():  # fmt: skip
         assert re.search(rf"\b{name} = {number}\b", header), name

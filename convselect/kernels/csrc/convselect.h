@@ -14,12 +14,12 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define CS_ABI 5 /* raised with every change of a struct or a signature; the loader compares */
+#define CS_ABI 6 /* raised with every change of a struct or a signature; the loader compares */
 
 /* NONFINITE: done, but the result holds an infinity or a NaN that a transform may have spread to its neighbours. */
 enum { CS_OK = 0, CS_NO_MEMORY = 1, CS_UNSUPPORTED = 2, CS_NONFINITE = 3 };
 enum { CS_FORWARD = 0, CS_BACKWARD_DATA = 1, CS_BACKWARD_WEIGHT = 2 };
-enum { CS_F32 = 0, CS_BF16 = 1, CS_F16 = 2 };
+enum { CS_F32 = 0, CS_BF16 = 1, CS_F16 = 2, CS_F64 = 3 }; /* float64 only in a cs_spot */
 enum { CS_CONTIGUOUS = 0, CS_CHANNELS_LAST = 1 }; /* NCHW and NHWC order of dense tensors; a weight's KCRS and KRSC */
 enum { CS_ISA_BASE = 0, CS_ISA_AVX2 = 1, CS_ISA_AVX512 = 2 };
 enum { CS_LINEAR = 0, CS_RELU = 1, CS_RELU6 = 2, CS_SILU = 3 };
@@ -67,6 +67,31 @@ typedef struct {
     int32_t expand_activation, taps_activation;
 } cs_block;
 
+/* What a spot check looks at: one convolution and a result of it, all of any strides (in elements, 0 included).
+ * a, b and the result are a kernel's operands and result, in its order. */
+typedef struct {
+    int64_t N, C, H, W, K, R, S, P, Q;
+    int64_t stride_h, stride_w, pad_top, pad_left, dil_h, dil_w, groups;
+    int64_t a_strides[4], b_strides[4], result_strides[4], bias_stride;
+    int64_t places;  /* how many results are computed again */
+    double unit;     /* errors are counted in multiples of unit * size, where size is the sum of all |a||b| */
+    double rounding; /* what rounding the sum to `dtype` may add, relative to the result */
+    double tiny;     /* added to unit * size: there are no smaller errors */
+    double largest;  /* results whose size is larger are passed over: they may overflow */
+    double limit;    /* a ratio above it is looked at twice */
+    int32_t dtype, direction;
+    int32_t spreads; /* rounding errors may come from anywhere in the image: transform methods */
+    int32_t reserved;
+} cs_spot;
+
+/* The worst place. */
+typedef struct {
+    double ratio; /* (error - rounding * |expected|) / (unit * size + tiny) */
+    double got, expected;
+    int64_t place[4]; /* indices into the result */
+    int64_t checked;  /* how many places could be looked at; if 0, the rest means nothing */
+} cs_found;
+
 #if defined(__GNUC__)
 #define CS_EXPORT __attribute__((visibility("default")))
 #else
@@ -82,6 +107,10 @@ CS_EXPORT int32_t cs_same(const void *const *words, const uint64_t *values, int6
 CS_EXPORT uint64_t cs_sum(const void *words, int64_t count);
 /* y (N, C) = the mean over the pixels of x (N, pixels, C). */
 CS_EXPORT void cs_mean(const float *x, int64_t N, int64_t pixels, int64_t C, float *y);
+
+/* Computes a few results again, at places that `seed` decides. bias: K values of the same dtype; NULL: none. */
+CS_EXPORT int32_t cs_spot_check(const cs_spot *spot, const void *a, const void *b, const void *result, const void *bias,
+                                uint64_t seed, cs_found *found);
 
 /* One layer of a small network: target = matrix x source, negative results replaced by 0 if `rectified`.
  * matrix is [columns][padded], padded the rows rounded up to CS_LAYER_ROWS; `rows` floats of target are written. */

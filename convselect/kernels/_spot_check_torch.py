@@ -1,0 +1,131 @@
+"""The spot check in PyTorch's operations, for installations without the C library: about 100 us per place."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from convselect.base.problem import ConvProblem, Direction
+from convselect.kernels._spot_check import SCALES, Finding, Place
+
+_WORD = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_LAST_FEW = 8
+
+
+def _splitmix64(seed: int, counter: int) -> int:
+    z = (seed + (counter + 1) * _GOLDEN) & _WORD
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _WORD
+    return z ^ (z >> 31)
+
+
+def _below(random: int, n: int) -> int:
+    return (random >> 32) * n >> 32
+
+
+def choose(shape: tuple[int, ...], weight_gradient: bool, seed: int, i: int, places: int) -> Place:
+    """Place number `i` of `places` in a result of this shape: `choose` of csrc/spot_check.c."""
+    place = []
+    for d, n in enumerate(shape):
+        where, how = _splitmix64(seed, 8 * i + d), _splitmix64(seed, 8 * i + 4 + d)
+        if (d > 0 or weight_gradient) and how & 3 == 0:
+            kind = how >> 2 & 3
+            place.append(0 if kind == 0 else n - 1 if kind == 1 else n - 1 - _below(where, min(n, _LAST_FEW)))
+            continue
+        if d == 0:
+            width = (1 << 32) // places
+            where = (i * width + _below(where, width)) << 32
+        if d == 2:
+            where = (_splitmix64(seed, _WORD - 1) + i * _GOLDEN) & _WORD
+        place.append(_below(where, n))
+    return place[0], place[1], place[2], place[3]
+
+
+def _inside(start: int, step: int, n: int, last: int) -> tuple[slice, slice]:
+    """(which i of 0 .. n - 1 have start + i * step in 0 .. last, those positions)."""
+    first, end = max(0, -(start // step)), min(n - 1, (last - start) // step)
+    if end < first:
+        return slice(0, 0), slice(0, 0)
+    return slice(first, end + 1), slice(start + first * step, start + end * step + 1, step)
+
+
+def _reaching(start: int, dil: int, stride: int, taps: int, outputs: int) -> tuple[list[int], list[int]]:
+    """(the taps r by which y reaches a position of x, the rows of y that they come from)."""
+    found = [
+        (r, (start - r * dil) // stride)
+        for r in range(taps)
+        if (start - r * dil) % stride == 0 and 0 <= start - r * dil <= (outputs - 1) * stride
+    ]
+    return [r for r, _ in found], [row for _, row in found]
+
+
+def _factors(a: Tensor, b: Tensor, p: ConvProblem, place: Place) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(the elements of `a` and of `b` that the result is the sum of products of; the images or filters, by channel,
+    that these come from). Dimension 0 is the channel, or for a weight gradient the image."""
+    i0, i1, i2, i3 = place
+    C, K = p.C // p.groups, p.K // p.groups
+    if p.direction == Direction.FORWARD:
+        image, taps = a[i0, i1 // K * C :][:C], b[i1]
+        r, h = _inside(i2 * p.stride_h - p.pad_top, p.dil_h, p.R, p.H - 1)
+        s, w = _inside(i3 * p.stride_w - p.pad_left, p.dil_w, p.S, p.W - 1)
+        return image[:, h, w], taps[:, r, s], image, taps
+    if p.direction == Direction.BACKWARD_DATA:
+        image, taps = a[i0, i1 // C * K :][:K], b[i1 // C * K :, i1 % C][:K]
+        rs, rows = _reaching(i2 + p.pad_top, p.dil_h, p.stride_h, p.R, p.P)
+        ss, columns = _reaching(i3 + p.pad_left, p.dil_w, p.stride_w, p.S, p.Q)
+        return image[:, rows][:, :, columns], taps[:, rs][:, :, ss], image, taps
+    image, grad = a[:, i0 // K * C + i1], b[:, i0]
+    r, h = _inside(i2 * p.dil_h - p.pad_top, p.stride_h, p.P, p.H - 1)
+    s, w = _inside(i3 * p.dil_w - p.pad_left, p.stride_w, p.Q, p.W - 1)
+    return image[:, h, w], grad[:, r, s], image, grad
+
+
+@torch.no_grad()
+def spot_check(
+    result: Tensor,
+    a: Tensor,
+    b: Tensor,
+    problem: ConvProblem,
+    bias: Tensor | None,
+    limit: float,
+    spreads: bool,
+    places: int,
+    seed: int,
+) -> Finding | None:
+    """As `_spot_check.spot_check`, which has checked the arguments. Follows csrc/spot_check.c line by line."""
+    p = problem
+    if 0 in p.result_shape:
+        return None
+    scale = SCALES[p.torch_dtype]
+    weight_gradient = p.direction == Direction.BACKWARD_WEIGHT
+    worst: Finding | None = None
+    for i in range(places):
+        place = choose(p.result_shape, weight_gradient, seed & _WORD, i, places)
+        left, right, image, other = _factors(a, b, p, place)
+        left, right = left.double(), right.double()
+        products = left * right
+        offset = 0.0 if bias is None else float(bias[place[1]])
+        expected, size = products.sum().item() + offset, products.abs().sum().item() + abs(offset)
+        if not size <= scale.largest:
+            continue
+        got = float(result[place])
+        error = abs(got - expected) - scale.rounding * (abs(expected) + abs(offset))
+        finite = not math.isnan(error)
+        ratio = max(error, 0.0) / (scale.unit * size + scale.tiny) if finite else math.inf
+        if ratio > limit:
+            slack = scale.tiny
+            if p.dtype != "float16":
+                slack *= 1 + products.numel() + left.abs().sum().item() + right.abs().sum().item()
+                slack *= 1000 if spreads else 1
+            if spreads:
+                peaks = image.double().abs().amax((1, 2))
+                size = (peaks * other.double().abs().sum((1, 2))).sum().item() + abs(offset)
+                if not size <= scale.largest:
+                    continue
+            ratio = error / (scale.unit * size + slack) if finite else math.inf
+        if worst is None or ratio > worst.ratio:
+            worst = Finding(ratio, limit, place, got, expected)
+    return worst
