@@ -23,7 +23,7 @@ check: lint
 	$(BIN)/python -m pytest -q -n $(WORKERS) -m "not slow and not process and not compile and not sanitizer and not docs"
 
 test: $(READY)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(WORKERS) tests/interpreted
 
 lint: $(READY)

@@ -1,7 +1,9 @@
-"""Trials on real calls of real algorithms: `python -m benchmarks.verification LIST --real COUNT`."""
+"""Trials on real calls of real algorithms: `python -m benchmarks.verification LIST --real COUNT`. Each trial is alone:
+it knows nothing of the others, nor of what they cost."""
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 
@@ -16,12 +18,18 @@ from convselect.base.problem import ConvProblem, Direction
 from convselect.base.timing import SYSTEM_CLOCK, interleaved
 from convselect.choice.budgets import refusal
 from convselect.choice.choose import NATIVE, NOMINATED, Choice, nominees
+from convselect.choice.trial import Prior
+from convselect.eager import checks, live_trial
 from convselect.eager.live_trial import LiveTrial
+from convselect.eager.resolve import FAVOURITE, PRIOR_SD
+from convselect.eager.trusted import trusted
 from convselect.kernels.pool import ALL, BY_NAME
 from convselect.measure.measure import measure_problem, operands
 from convselect.model import loaded
 
-CALLS = 300
+CALLS = 100
+LIE = math.log(3.0)
+"""What the lying model predicts as ln(t_native / t)."""
 MOST_FLOPS = 4e8
 """Most operations of a problem, so that hundreds of calls of the slowest algorithms do not take too long."""
 
@@ -44,26 +52,36 @@ def really(path: Path, count: int, seed: int = 0) -> dict[str, dict[str, float]]
         def run(name: str, problem: ConvProblem = problem, a: Tensor = a, b: Tensor = b) -> Tensor | None:
             return BY_NAME[name].run_checked(a, b, problem, None, None)
 
+        def is_right(
+            name: str, result: Tensor, places: int, problem: ConvProblem = problem, a: Tensor = a, b: Tensor = b
+        ) -> bool:
+            return checks.is_right(name, result, a, b, problem, None, places)
+
         for title in rows:
-            if title == "verify":
-                candidates = [] if prediction is None else nominees(problem, BY_NAME, used_settings, prediction)
-            else:
-                candidates = sorted(admitted, key=lambda name: -times[name])[:NOMINATED]
-            trial = LiveTrial(problem, Choice(NATIVE, "model"), candidates)
+            predicted: dict[str, float] = {}
+            if title != "verify":
+                predicted = dict.fromkeys(sorted(admitted, key=lambda name: -times[name])[:NOMINATED], LIE)
+            elif prediction is not None:
+                names = nominees(problem, BY_NAME, used_settings, prediction)
+                predicted = {name: prediction.log_gain(name) for name in names}
+            best = next(iter(predicted), None)
+            favoured = best is not None and predicted[best] >= FAVOURITE and trusted(BY_NAME[best], problem)
+            live_trial.account.clear()
+            trial = LiveTrial(
+                problem, Choice(NATIVE, "model"), {name: Prior(gain, PRIOR_SD) for name, gain in predicted.items()},
+                favourite=best if favoured else None,
+            )  # fmt: skip
             first = plain = 0.0
             with torch.no_grad():
-                for call in range(CALLS):
-                    if trial.choice is not None and call >= 100:
-                        break
+                for _ in range(CALLS):
                     start = SYSTEM_CLOCK.thread_ns()
                     if trial.choice is None:
-                        trial.run(run, a.device)
+                        trial.run(run, a.device, is_right)
                     else:
                         run(trial.choice.algorithm)
                     middle = SYSTEM_CLOCK.thread_ns()
-                    if call < 100:
-                        run(NATIVE)
-                        first, plain = first + middle - start, plain + SYSTEM_CLOCK.thread_ns() - middle
+                    run(NATIVE)
+                    first, plain = first + middle - start, plain + SYSTEM_CLOCK.thread_ns() - middle
                 used = NATIVE if trial.choice is None else trial.choice.algorithm
                 slowdown = 1.0
                 if used != NATIVE:

@@ -4,9 +4,10 @@
     python -m benchmarks.verification benchmarks/problems.csv --real 100
 
 A model is trained on other network families than those it nominates for. The lying model nominates the three slowest
-algorithms that the budgets admit. Every problem is called 1,000 times; a call takes the measured time of its algorithm,
-times exp(N(0, sd^2)), and sometimes an interruption of twice the time on average. "First 100 calls" is their time over
-native's under the same noise, including the overhead of trials.
+algorithms that the budgets admit, and predicts three times native's speed for them. A trial begins with the
+predictions, with a favourite if there is one, and knows nothing of other trials. Every problem is called 1,000 times; a
+call takes the measured time of its algorithm, times exp(N(0, sd^2)), and sometimes an interruption of twice the time on
+average. "First 100 calls" is their time over native's under the same noise, including the overhead of trials.
 
 With `--real COUNT`, nothing is replayed: that many problems of a list are called on this machine, the shipped model and
 the lying one nominate (the lying one by times measured just before), and afterwards the algorithm that a trial settled
@@ -20,7 +21,7 @@ import json
 import math
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +31,8 @@ from rich.table import Table as Shown
 
 from benchmarks._real_trials import really
 from convselect.choice.choose import NOMINATED, NOMINATION_GAP, NOMINATION_LEAST
-from convselect.choice.trial import NATIVE, Trial, replay
+from convselect.choice.trial import NATIVE, Prior, Trial, replay
+from convselect.eager.resolve import FAVOURITE, PRIOR_SD
 from convselect.machine.environment import run_environment
 from convselect.model import evaluate as ev
 from convselect.model.dataset import Table
@@ -40,21 +42,32 @@ CALLS = 1000
 NOISE = ((0.03, 0.01), (0.1, 0.05), (0.2, 0.1))
 """(standard deviation of ln t, share of interrupted calls)."""
 MARGIN = 0.15
+LIE = math.log(3.0)
+"""What the lying model predicts as ln(t_native / t)."""
 COLUMNS = (
     "of oracle", "p10", "slower > 2 %", "> 5 %", "worst", "settled", "turns",
     "first 100: all", "median", "p95", "worst",
 )  # fmt: skip
 
 
-def honest(gains: ev.Floats, times_us: ev.Floats) -> list[int]:
-    """Columns of the candidates, as `choose.nominees` takes them."""
+def honest(gains: ev.Floats, times_us: ev.Floats) -> dict[int, float]:
+    """Column -> predicted ln(t_native / t) of the candidates, as `choose.nominees` takes them."""
     allowed = [c for c in np.argsort(-gains) if c and np.isfinite(times_us[c])]
     best = max((gains[c] for c in allowed), default=0.0)
-    return [c for c in allowed if gains[c] >= max(best - NOMINATION_GAP, NOMINATION_LEAST)][:NOMINATED]
+    likely = [c for c in allowed if gains[c] >= max(best - NOMINATION_GAP, NOMINATION_LEAST)]
+    return {int(c): float(gains[c]) for c in likely[:NOMINATED]}
 
 
-def lying(gains: ev.Floats, times_us: ev.Floats) -> list[int]:
-    return [c for c in np.argsort(-np.nan_to_num(times_us)) if c and np.isfinite(times_us[c])][:NOMINATED]
+def lying(gains: ev.Floats, times_us: ev.Floats) -> dict[int, float]:
+    slowest = [c for c in np.argsort(-np.nan_to_num(times_us)) if c and np.isfinite(times_us[c])]
+    return dict.fromkeys(map(int, slowest[:NOMINATED]), LIE)
+
+
+def trial_of(predicted: Mapping[str, float], seed: int = 0) -> Trial:
+    """As calls hold it: candidates with what is predicted of them, the most promising first."""
+    first = next(iter(predicted), None)
+    favourite = first if first is not None and predicted[first] >= FAVOURITE else None
+    return Trial({name: Prior(gain, PRIOR_SD) for name, gain in predicted.items()}, favourite=favourite, seed=seed)
 
 
 def noisy(times_us: ev.Floats, names: Sequence[str], sd: float, spikes: float, seed: int) -> Callable[[str], float]:
@@ -69,13 +82,17 @@ def noisy(times_us: ev.Floats, names: Sequence[str], sd: float, spikes: float, s
 
 
 def trials(
-    table: Table, times_us: ev.Floats, gains: ev.Floats, nominate: Callable[..., list[int]], sd: float, spikes: float
+    table: Table,
+    times_us: ev.Floats,
+    gains: ev.Floats,
+    nominate: Callable[..., dict[int, float]],
+    sd: float,
+    spikes: float,
 ) -> dict[str, float]:
     """Figures over all problems. A problem's times carry the cost of a plan already, so trials add none."""
     rows = []
     for i in range(len(table.problems)):
-        candidates = [table.names[c] for c in nominate(gains[i], times_us[i])]
-        trial = Trial(candidates, seed=i)
+        trial = trial_of({table.names[c]: gain for c, gain in nominate(gains[i], times_us[i]).items()}, seed=i)
         first = replay(trial, noisy(times_us[i], table.names, sd, spikes, i), 100)
         time_us = noisy(times_us[i], table.names, sd, spikes, i + 1)
         plain = sum(time_us(NATIVE) for _ in range(100))
@@ -119,7 +136,7 @@ def measure(times: Path, fold: int, steps: int, limit: int | None = None) -> dic
         for name, nominate in (("verify", honest), ("verify, lying model", lying)):
             result[f"{name}, noise {sd:.0%}"] = trials(held, times_us, gains, nominate, sd, spikes)
     result["lying model alone"] = figures(
-        np.array([lying(g, t)[0] for g, t in zip(gains, times_us, strict=True)]), times_us
+        np.array([next(iter(lying(g, t))) for g, t in zip(gains, times_us, strict=True)]), times_us
     )
     result["problems"] = {"count": float(len(held.problems))}
     return result

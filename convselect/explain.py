@@ -37,8 +37,8 @@ class Row:
         algorithm: the one chosen. While the first calls are being timed it is the leader, which would be chosen if the
             trial ended now: native if nothing is ahead of it. The calls themselves are run by all of them in turns.
         source: source of the choice: "forced", "memory", "store", "model", "verify" or "measure" (timed in this
-            process), "trial" (being timed), "small" (native, since nothing can gain), "fallback" (native, since there
-            is no reason for another).
+            process), "trial" (being timed), "small" (native: nothing can gain), "fallback" (native, since there is no
+            reason for another).
         probability: the model's probability for the algorithm, among those that apply; None if it was not asked.
         predicted_gain: the algorithm's speed relative to native as predicted: when it was chosen, before any call was
             timed; for a choice of the store as the model says now. 1.0 for native; None without a prediction.

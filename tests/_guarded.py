@@ -231,6 +231,7 @@ class Runner:
         sides: for guarded memory, whether buffers are at the end of their region; None for the heap.
         progress: file that holds the case being run.
         programs: draws a program of the kernel's algorithm for each problem; None: the kernels decide.
+        tiles: with how many of its sizes of tiles, drawn anew for each problem, a kernel that has several runs.
     """
 
     def __init__(
@@ -239,8 +240,10 @@ class Runner:
         sides: Sequence[bool | None],
         progress: str,
         programs: random.Random | None = None,
+        tiles: int = 2,
     ) -> None:
         self._programs = programs
+        self._tiles, self._draw = tiles, random.Random(0)
         self._kernels = {name: tiles for name, tiles in {**kernels(), **packed_kernels()}.items() if name in names}
         assert len(self._kernels) == len(names)
         loaded = _library.library()
@@ -294,6 +297,8 @@ class Runner:
         wants = [want]
         if p.direction == Direction.FORWARD:
             wants.append(ACTIVATIONS[activation](want + bias.double()[:, None, None] + residual.double()))
+        drawn = {name: self._draw.sample(all_, min(self._tiles, len(all_))) for name, all_ in self._kernels.items()}
+        functions = [(k, before, self._functions[k, before]) for k, befores in drawn.items() for before in befores]
         for memory, (a_layout, b_layout) in itertools.product(self._memories, layouts):
             result_layout = CONTIGUOUS if p.direction == Direction.BACKWARD_WEIGHT else a_layout
             conv = _library._conv(p, a_layout, b_layout, threads, 0)
@@ -301,7 +306,7 @@ class Runner:
                 placed(memory[3], bias), placed(memory[4], residual, a_layout), _library.ACTIVATIONS[activation], 0
             )
             a_at, b_at = placed(memory[0], a, a_layout), placed(memory[1], b, b_layout)
-            for (name, before), function in self._functions.items():
+            for name, before, function in functions:
                 for level, fused in itertools.product(self._levels, range(len(wants))):
                     conv.isa = level
                     posed = p._replace(layout=a_layout, threads=threads)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from convselect.base.problem import ConvProblem, Direction
-from convselect.base.settings import CHOOSING, Settings
+from convselect.base.settings import CHOOSING, TIMING, Settings
 from convselect.choice.budgets import NATIVE as NATIVE
 from convselect.choice.budgets import Shortage, check_disabled, refusal
 from convselect.choice.trial import Measured
@@ -151,7 +151,7 @@ def choose(
         if reason is None:
             return found
         memory_limited = isinstance(reason, Shortage)
-    if is_small_product(problem):
+    if settings.policy in TIMING and is_small_product(problem):
         return Choice(NATIVE, "small", predicted_gain=1.0)
     prediction = predictor.predict(problem) if predictor is not None else None
     if predictor is None or prediction is None:

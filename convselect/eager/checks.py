@@ -21,7 +21,8 @@ from convselect.base import lru, timing
 from convselect.base.problem import ConvProblem
 from convselect.base.warnings import warn_once
 from convselect.choice.budgets import distrusted
-from convselect.kernels._spot_check import Finding, check
+from convselect.kernels._spot_check import check
+from convselect.kernels._spot_check_torch import Finding
 from convselect.kernels.pool import BY_NAME
 
 PLACES = 8

@@ -19,7 +19,6 @@ from convselect.eager.resolve import choice_for
 from convselect.kernels import _library
 from convselect.kernels._native_ops import native_forward_in_bands
 from convselect.kernels.pool import BY_NAME
-from convselect.machine import memory
 from convselect.model import loaded
 from convselect.model.loaded import idle
 
@@ -119,8 +118,7 @@ def _native(a: Tensor, b: Tensor, problem: ConvProblem, bias: Tensor | None) -> 
 def give_back() -> None:
     """Give back what is kept here: the model, scratch memory of the C kernels, and what malloc holds unused."""
     loaded.unload()
-    _library.free_scratch()
-    memory.give_back()
+    _library.give_back()
 
 
 def _attempt(choice: Choice, a: Tensor, b: Tensor, problem: ConvProblem, bias: Tensor | None) -> Tensor | None:
@@ -189,7 +187,7 @@ def _unusable(name: str, problem: ConvProblem) -> None:
 def _failed(name: str, problem: ConvProblem, error: Exception) -> None:
     _count(name, problem, FAILURES_IN_A_ROW)
     if is_out_of_memory(error):
-        _library.free_scratch()  # native may need it
+        _library.give_back()  # native may need it
         topic, what = f"memory:{name}", f"{name} found too little memory for"
     else:
         topic, what = f"failed:{name}", f"{name} failed on"

@@ -341,7 +341,7 @@ class LiveTrial:
         except Exception as error:
             if is_out_of_memory(error):
                 self.store_result = False
-                _library.free_scratch()
+                _library.give_back()
             else:
                 warn_once(
                     f"failed:{name}", f"convselect: {name} failed on {self.problem} ({error!r}); native runs instead."
@@ -440,9 +440,7 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     # The allocator of the CPU has no exception of its own; cuBLAS and cuDNN have none either.
     text = str(error)
-    return isinstance(error, RuntimeError) and any(
-        sign in text for sign in _NO_MEMORY
-    )
+    return isinstance(error, RuntimeError) and any(sign in text for sign in _NO_MEMORY)
 
 
 def _must_repeat(device: torch.device) -> bool:

@@ -7,6 +7,7 @@ torch is imported by then, so that the library shares torch's OpenMP threads.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -90,11 +91,13 @@ def available() -> bool:
     return library() is not None
 
 
-def free_scratch() -> None:
-    """Give back the scratch memory that the calling thread keeps."""
+def give_back() -> None:
+    """Give back the scratch memory that the calling thread keeps, and what malloc holds unused."""
     loaded = library()
     if loaded is not None:
         loaded.cs_free_scratch()
+    with contextlib.suppress(OSError, AttributeError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @functools.cache

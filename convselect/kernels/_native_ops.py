@@ -88,7 +88,7 @@ def native_forward(x: Tensor, weight: Tensor, problem: ConvProblem, bias: Tensor
 
 def native_forward_in_bands(x: Tensor, weight: Tensor, problem: ConvProblem, bias: Tensor | None = None) -> Tensor:
     """y by one call of aten per image and band of rows: for want of memory, since aten may copy both operands of a call
-    into other layouts, and the result out of one. If oneDNN finds no memory for its code even so, by aten's own loops."""
+    into other layouts, and the result out of one. If oneDNN finds no memory even so, by aten's own loops."""
     try:
         return _in_bands(x, weight, problem, bias, 16)
     except (RuntimeError, MemoryError):

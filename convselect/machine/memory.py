@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 from pathlib import Path
 
 import torch
@@ -37,12 +35,6 @@ def free_bytes(device: str) -> int | None:
         return min([int(psutil.virtual_memory().available), *(limit - used for limit, used in _cgroup_limits())])
     except (ImportError, OSError, RuntimeError):
         return None
-
-
-def give_back() -> None:
-    """Return what the C library's allocator holds unused to the system, where it can."""
-    with contextlib.suppress(OSError, AttributeError, TypeError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def total_bytes(device: str) -> int | None:

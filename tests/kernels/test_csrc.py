@@ -1,8 +1,7 @@
-"""The C library: memory-safe, portable, and built as it should be. Built anew from the sources beside it."""
+"""The C library: portable, and built as it should be. Built anew from the sources beside it."""
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import shutil
@@ -11,7 +10,6 @@ import sys
 import sysconfig
 import tarfile
 import zipfile
-from collections.abc import Iterable
 from pathlib import Path
 
 import _guarded
@@ -76,131 +74,6 @@ def built(tree) -> Path:
 @pytest.fixture(scope="session")
 def objects(tree) -> dict[str, Path]:
     return {path.stem: path for path in tree.glob("build/temp*/**/*.o")}
-
-
-# ---- memory -----------------------------------------------------------------------------------------------------
-
-
-def assert_ran(ran: dict[str, int], names: Iterable[str]) -> None:
-    """Every kernel ran in some direction, and at every instruction set alike."""
-    for name in names:
-        for before in ENTRIES[name]:
-            counts = {case: n for case, n in ran.items() if case.startswith(f"{name}{before or ''} ")}
-            assert counts, f"{name}{before or ''} ran nowhere"
-            by_isa: dict[str, set[tuple[str, int]]] = {}
-            for case, n in counts.items():
-                what, isa = case.rsplit(" isa=")
-                by_isa.setdefault(isa, set()).add((what, n))
-            assert len({frozenset(cases) for cases in by_isa.values()}) == 1, f"instruction sets differ: {counts}"
-
-
-@pytest.mark.sanitizer
-@pytest.mark.parametrize("name", ENTRIES)
-def test_no_byte_beside_an_operand_or_result_is_touched(name, built):
-    ran = _guarded.run(
-        {"CONVSELECT_LIBRARY": str(built)},
-        kernels=[name],
-        sides=[True, False],
-        random=150,
-        seed=1,
-        listed="all layouts",
-    )
-    assert_ran(ran, [name])
-
-
-def assert_blocks_ran(ran: dict[str, int]) -> None:
-    assert len(ran) == 2 * (_library.library().cs_best_isa() + 1)
-    assert min(ran.values()) > 20
-
-
-@pytest.mark.sanitizer
-def test_no_byte_beside_a_blocks_operands_is_touched(built):
-    environment = {"CONVSELECT_LIBRARY": str(built)}
-    assert_blocks_ran(_guarded.run(environment, blocks=True, sides=[True, False], random=120, seed=4))
-
-
-SPOTS = 2 * 3 * 4 * 2  # layouts, directions, dtypes, right and wrong
-
-
-@pytest.mark.sanitizer
-def test_a_spot_check_reads_nothing_beside_its_operands(built):
-    ran = _guarded.run({"CONVSELECT_LIBRARY": str(built)}, spots=True, sides=[True, False], random=150, seed=6)
-    assert len(ran) == SPOTS
-
-
-@pytest.fixture(scope="session")
-def sanitized(tmp_path_factory) -> dict[str, str]:
-    """The environment for a process that uses a library with the address and undefined-behaviour sanitizers."""
-    if "clang" in command(*CC, "--version").stdout:
-        pytest.skip("clang links its sanitizers into the program, which here is Python")
-    runtimes = [command(*CC, f"-print-file-name={name}").stdout.strip() for name in ("libasan.so", "libubsan.so")]
-    if not all(os.path.isabs(path) for path in runtimes):
-        pytest.skip("the compiler has no sanitizer runtime")
-    assignments = {
-        node.targets[0].id: node.value for node in ast.parse((ROOT / "setup.py").read_text()).body
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
-    }  # fmt: skip
-    flags = [flag for flag in ast.literal_eval(assignments["FLAGS"]) if flag not in ("-O3", "-g0")]
-    flags += ["-O1", "-g1", "-fPIC", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-    folder = tmp_path_factory.mktemp("sanitized")
-    sources = sorted(_guarded.CSRC.glob("*.c"))
-    compilers = [
-        subprocess.Popen([*CC, *flags, "-c", str(path), "-o", str(folder / f"{path.stem}.o")]) for path in sources
-    ]
-    assert [compiler.wait() for compiler in compilers] == [0] * len(compilers)
-    command(*CC, *flags, "-shared", *folder.glob("*.o"), "-o", folder / "library.so")
-    return {
-        "CONVSELECT_LIBRARY": str(folder / "library.so"),
-        "LD_PRELOAD": " ".join(runtimes),
-        "ASAN_OPTIONS": "detect_leaks=0",  # Python and torch keep what they have until the end
-        "UBSAN_OPTIONS": "print_stacktrace=1",
-    }
-
-
-@pytest.mark.sanitizer
-def test_sanitizers_have_nothing_to_say(sanitized):
-    ran = _guarded.run(sanitized, kernels=list(ENTRIES), sides=[None], random=200, seed=2, listed="one layout")
-    assert_ran(ran, ENTRIES)
-    assert_blocks_ran(_guarded.run(sanitized, blocks=True, sides=[None], random=100, seed=5))
-    assert len(_guarded.run(sanitized, spots=True, sides=[None], random=100, seed=7)) == SPOTS
-
-
-BUGS = {
-    "reads past an operand": ("float value = ((const float *)a)[{a}]; (void)*(volatile float *)&value;", "SIGSEGV"),
-    "reads ahead of an operand": ("float value = ((const float *)b)[-1]; (void)*(volatile float *)&value;", "SIGSEGV"),
-    "writes past its result": ("((float *)out)[{out}] = 1;", "SIGSEGV"),
-    "writes ahead of its result": ("((float *)out)[-1] = 1;", "wrote beside its result|SIGSEGV"),
-    "writes to an operand": ("*(volatile float *)a = *(const float *)a;", "SIGSEGV"),
-    "leaves the result unwritten": ("", "relative error nan"),
-}
-
-
-@pytest.mark.sanitizer
-@pytest.mark.parametrize("bug", BUGS)
-def test_the_guards_notice(bug, tmp_path):
-    """A kernel with one fault each, in place of every other."""
-    code, how = BUGS[bug]
-    x, y = "conv->N * conv->C * conv->H * conv->W", "conv->N * conv->K * conv->P * conv->Q"
-    w = "conv->K * (conv->C / conv->groups) * conv->R * conv->S"
-    a, out = (f"(conv->direction == {i} ? {y} : {x})" for i in (1, 0))
-    out = f"(conv->direction == 2 ? {w} : {out})"
-    for name in ("convselect.h", "kernels.h"):
-        shutil.copy(_guarded.CSRC / name, tmp_path)
-    (tmp_path / "faulty.c").write_text(
-        '#include "convselect.h"\n#include "kernels.h"\n'
-        "int32_t cs_abi(void) { return CS_ABI; }\nint32_t cs_best_isa(void) { return 0; }\n"
-        "void cs_free_scratch(void) {}\nint64_t cs_scratch_bytes(void) { return 0; }\n"
-        "#define FAULTY(name, parameters, arguments) CS_EXPORT int32_t name parameters {"
-        " (void)b; (void)out; if (conv->dtype != CS_F32) return CS_UNSUPPORTED; "
-        + code.format(a=a, out=out)
-        + " return CS_OK; }\nCS_KERNELS(FAULTY)\n"
-    )
-    command(*CC, "-std=gnu11", "-O0", "-fPIC", "-shared", tmp_path / "faulty.c", "-o", tmp_path / "faulty.so")
-    with pytest.raises(AssertionError, match=how):
-        _guarded.run(
-            {"CONVSELECT_LIBRARY": str(tmp_path / "faulty.so")},
-            kernels=[next(iter(KERNELS))], sides=[True, False], random=10, seed=3, listed="",
-        )  # fmt: skip
 
 
 # ---- what the algorithms ask for --------------------------------------------------------------------------------

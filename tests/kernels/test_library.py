@@ -156,8 +156,8 @@ def test_structs_are_as_the_header_has_them():
         assert fields == [tuple(field) for field in struct._fields_]
     for name, number in {
         **{f"CS_{name}": getattr(_library, name) for name in ("OK", "NO_MEMORY", "UNSUPPORTED", "NONFINITE")},
-        "CS_FORWARD": 0, "CS_BACKWARD_DATA": 1, "CS_BACKWARD_WEIGHT": 2,
-        "CS_F32": 0, "CS_BF16": 1, "CS_F16": 2, "CS_F64": 3,
+        "CS_FORWARD": 0, "CS_BACKWARD_DATA": 1, "CS_BACKWARD_WEIGHT": 2, "CS_F32": 0, "CS_BF16": 1, "CS_F16": 2,
+        "CS_F64": 3,
         "CS_CONTIGUOUS": 0, "CS_CHANNELS_LAST": 1, "CS_LINEAR": 0, "CS_RELU": 1, "CS_RELU6": 2, "CS_SILU": 3,
     }.items():  # fmt: skip
         assert re.search(rf"\b{name} = {number}\b", header), name

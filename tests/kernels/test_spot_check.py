@@ -291,6 +291,21 @@ def test_letterboxed_images_and_outliers_pass_through_every_algorithm():
                         assert caught(result, (a, b), p, 10, algorithm, places=32) == 0, f"{algorithm} {kind} {p}"
 
 
+@needs_library
+@pytest.mark.parametrize("name", ["direct", "im2col_gemm", "fft", "winograd4"])
+def test_constants_whose_additions_all_round_the_same_way_pass(name):
+    """The worst that a sum can do; which constants are bad differs."""
+    generator = torch.Generator().manual_seed(11)
+    dense = conv_problem(1, 1024, 7, 7, 4, 3, 3, padding=1)
+    pixels = conv_problem(4, 4, 56, 56, 4, 3, 3, padding=1)
+    for p in (dense, pixels.with_direction(Direction.BACKWARD_WEIGHT)):
+        for _ in range(12):
+            c, e = (torch.rand(2, generator=generator) + 0.5).tolist()
+            a, b = operands_of(p, torch.full(p.x_shape, c), torch.full(p.weight_shape, e), torch.full(p.y_shape, e))
+            result = BY_NAME[name].run(a, b, p)
+            assert caught(result, (a, b), p, 2, BY_NAME[name], places=64) == 0
+
+
 # ---- arguments --------------------------------------------------------------------------------------------------
 
 
