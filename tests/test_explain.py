@@ -28,7 +28,7 @@ def network() -> nn.Module:
         nn.Conv2d(3, 8, 3, padding=1),
         nn.BatchNorm2d(8),
         nn.ReLU(),
-        nn.Conv2d(8, 8, 1, padding_mode="reflect"),
+        nn.Conv2d(8, 256, 1, padding_mode="reflect"),  # large enough to be worth a choice
         nn.Flatten(),
     )
 
@@ -115,7 +115,7 @@ def test_it_prints_and_serialises(monkeypatch):
 
 def test_a_model_is_summed_up_per_direction(monkeypatch):
     use_fake(monkeypatch, "winograd4", "im2col_gemm", gain=2.0)
-    model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 1))
+    model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3), nn.Conv2d(8, 512, 1))
     with torch.no_grad():
         found = convselect.explain(model, torch.randn(1, 8, 12, 12))
     said = found.summary()
@@ -145,6 +145,13 @@ def test_predicted_and_measured_gains_are_summed_up_apart(monkeypatch):
     nothing = convselect.Explanation((unknown, unknown))
     assert nothing.summary()["forward"]["predicted"] is None
     assert str(nothing).splitlines()[-1] == "forward: 2 winograd4"
+
+
+def test_what_is_too_small_for_a_choice_says_so(monkeypatch):
+    use_fake(monkeypatch, "im2col_gemm")
+    (row,) = convselect.explain_problem(conv_problem(1, 8, 4, 4, 8, 1, 1), policy="verify")
+    assert (row.algorithm, row.source, row.predicted_gain, row.measured_gain) == ("native", "small", 1.0, None)
+    assert row.why_not["im2col_gemm"] == "The convolution is so small that native runs at once."
 
 
 @pytest.mark.parametrize("source", ["store", "verify", "measure", "memory"])
@@ -282,13 +289,21 @@ def test_a_trial_that_has_to_wait_says_so(race, monkeypatch):
     layer = convselect.SelectedConv2d(4, 4, 3, padding=1)
     with torch.no_grad():
         layer(X)
-        assert not convselect.explain(layer, X).rows[0].trial.waiting
-        live_trial.account.begun(1.0)
-        live_trial.account.excess_us = 1e12
+        (row,) = convselect.explain(layer, X)
+        assert (row.trial.leader, row.trial.waiting) == (SLOW, False)
+        monkeypatch.setattr(type(live_trial.account), "allows", lambda self, computed_us: False)
         found = convselect.explain(layer, X)
-    assert found.rows[0].trial.waiting
-    assert "trial: 0 rounds, 1 of 60 calls, waiting" in str(found)
-    assert "native runs, untimed" in found.details()
+        (row,) = found
+        assert (row.algorithm, row.source, row.trial.waiting) == ("native", "trial", True)
+        assert "trial: 0 rounds, 1 of 60 calls, waiting" in str(found)
+        assert "native runs, untimed" in found.details()
+        trial = until(99, layer)
+        (row,) = convselect.explain(layer, X)
+    assert trial.choice.algorithm == "native"
+    assert (row.algorithm, row.source, row.trial, row.measured_gain) == ("native", "model", None, None)
+    assert row.why_not[QUICK] == (
+        "The trial could not tell (no trial could begin in 60 calls), and native runs; this one was predicted 2.00x."
+    )
 
 
 def test_what_gave_a_wrong_result_is_named(monkeypatch):

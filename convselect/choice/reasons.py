@@ -67,6 +67,10 @@ def _by_source(
         return f"{choice.algorithm} was chosen before{f' ({said})' if said else ''}."
     if choice.source == "small":
         return "The convolution is so small that native runs at once."
+    outcome = None if trial is None else trial.outcome
+    if outcome is not None and outcome.cut_short and name != NATIVE:
+        other = f"; this one was {said}" if said else ""
+        return f"The trial could not tell ({outcome.reason}), and {choice.algorithm} runs{other}."
     if prediction is None:
         return "There is no model for this problem, so native runs."
     if name not in prediction.ranked:

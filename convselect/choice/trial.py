@@ -128,7 +128,7 @@ class OnTrial:
         rounds: complete rounds of turns.
         calls: of the problem, so far. While the trial waits, some are counted before they are made.
         most_calls: after so many calls the trial ends at the latest.
-        leader: who would win if it ended now; native if no candidate would.
+        leader: who would run if it ended now; native if no candidate would.
         candidates: candidate -> its speed relative to native as measured so far; None if nothing was measured.
         predicted: candidate -> its predicted speed relative to native.
         out: candidates that have no more turns.

@@ -146,9 +146,10 @@ class LiveTrial:
         """How the trial stands; None once it is settled. Asking changes nothing."""
         if self.choice is not None:
             return None
-        trial = self.trial
-        waiting = trial.turns == 1 and trial.native_us is not None and not self._allowed()
-        return replace(trial.state(), waiting=waiting)
+        stands = self.trial.state()
+        if not self._must_ask() or self._allowed():
+            return stands
+        return replace(stands, waiting=True, leader=NATIVE)  # if no trial may begin to the end, native runs
 
     def params_of(self, name: str) -> Mapping[str, Any] | None:
         """Parameters that an algorithm runs with here; None for its default. Tuned ones belong to what was tuned."""
@@ -233,13 +234,15 @@ class LiveTrial:
 
     def _may_begin(self) -> bool:
         """Whether the process has time left for this trial. Native's first turn costs nothing; a favourite's may."""
-        native_us = self.trial.native_us
-        if native_us is None and not self.trial.favourite_is_next:
+        if not self._must_ask():
             return True
         if not self._allowed():
             return False
-        self._begun = native_us is not None
+        self._begun = self.trial.native_us is not None
         return True
+
+    def _must_ask(self) -> bool:
+        return not self._begun and (self.trial.native_us is not None or self.trial.favourite_is_next)
 
     def _allowed(self) -> bool:
         return account.allows(timing.computed_us() / self.problem.threads)
