@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 from convselect.base import lru
 from convselect.kernels.pool import ALL
 from convselect.model import loaded
+
+
+_numbers = itertools.count()
 
 
 class FakePrediction:
@@ -30,6 +34,8 @@ class FakePredictor:
         rest = [a.name for a in ALL if a.name not in favourites and a.name != "native"]
         self._ranked = [*favourites, "native", *rest]
         self._gain = gain
+        # What was learnt about another test's model is nothing to this one.
+        self.identity = f"fake {next(_numbers)}"
 
     def predict(self, problem: object) -> FakePrediction:
         return FakePrediction(self._ranked, self._gain)
