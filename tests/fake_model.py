@@ -9,7 +9,6 @@ from convselect.base import lru
 from convselect.kernels.pool import ALL
 from convselect.model import loaded
 
-
 _numbers = itertools.count()
 
 
