@@ -39,6 +39,8 @@ class LyingPrediction:
 class LyingPredictor:
     """Lies about the problems whose worst algorithms it was given, and knows no others. It can be pickled."""
 
+    identity = "lies"
+
     def __init__(self, worst: Mapping[Any, Sequence[str]]) -> None:
         self._worst = dict(worst)
 

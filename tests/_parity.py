@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from convselect.model import loaded
 NAMES = tuple(a.name for a in ALL if "cpu" in a.devices)
 # The slowest for last: if one algorithm other than native is enough, this one converts layouts in every direction.
 OTHER = "native_channels_last"
+_numbers = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Favourite:
     name: str
     gain: float = 3.0
     margin: float = 0.05
+    identity: str = "favourite"
     ranked: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -53,7 +56,8 @@ def favouring(name: str | None) -> Iterator[None]:
     """Automatic choices prefer this algorithm wherever it may be chosen; None: there is no predictor."""
     with pytest.MonkeyPatch.context() as patch:
         convselect.clear()
-        patch.setattr(loaded, "get", lambda: None if name is None else Favourite(name))
+        identity = f"favourite {next(_numbers)}"  # nothing learnt leaks into the next test
+        patch.setattr(loaded, "get", lambda: None if name is None else Favourite(name, identity=identity))
         yield
     convselect.clear()
 
