@@ -283,6 +283,11 @@ class Trial:
             self.drop(name)
         self.charge(extra_us)
 
+    def fail(self, name: str) -> None:
+        """Remove a candidate that raised an error or was wrong. Of its speed this says nothing."""
+        self._unusable[name] = UNUSABLE
+        self.drop(name)
+
     def _next_order(self) -> None:
         """Start the next round, in random order; a candidate that has not run yet has its cold call before that."""
         cold = [name for name in (NATIVE, *self.live) if name not in self._cold_us]
@@ -342,7 +347,7 @@ class Trial:
             self._end("its cost")
 
     def drop(self, name: str) -> None:
-        """Remove a candidate: it is hopeless, or it failed."""
+        """Remove a candidate that has no chance."""
         if name not in self.live or self.outcome is not None:
             return
         self.live.remove(name)

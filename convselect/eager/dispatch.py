@@ -14,9 +14,9 @@ from torch import Tensor
 from convselect.aten.arguments import Geometry, autocast_dtype, problem_of
 from convselect.base import settings as _settings
 from convselect.base.settings import Settings
+from convselect.base.shortage import is_out_of_memory
 from convselect.choice.choose import NATIVE
 from convselect.eager.execute import give_back
-from convselect.eager.live_trial import is_out_of_memory
 from convselect.eager.plan import ALL_NATIVE, make_plan, plans
 from convselect.kernels import _cuda_flags
 from convselect.kernels._contract import NotApplicable

@@ -10,11 +10,12 @@ from torch import Tensor
 from convselect.aten.strides import with_strides
 from convselect.base.lru import on_clear
 from convselect.base.problem import ConvProblem, Direction
+from convselect.base.shortage import is_out_of_memory
 from convselect.base.warnings import warn_once
 from convselect.choice.budgets import distrusted
 from convselect.choice.choose import NATIVE, Choice
 from convselect.eager import batch, checks
-from convselect.eager.live_trial import LiveTrial, is_out_of_memory
+from convselect.eager.live_trial import LiveTrial
 from convselect.eager.resolve import choice_for
 from convselect.kernels import _library
 from convselect.kernels._native_ops import native_forward_in_bands

@@ -26,6 +26,7 @@ from convselect.base import timing
 from convselect.base.lru import on_clear
 from convselect.base.problem import ConvProblem
 from convselect.base.settings import Settings
+from convselect.base.shortage import is_out_of_memory
 from convselect.base.warnings import warn_once
 from convselect.choice.account import Account
 from convselect.choice.choose import NATIVE, Choice
@@ -266,7 +267,7 @@ class LiveTrial:
             return result
         if new and not is_right(name, result, FIRST_PLACES):
             del result
-            self.trial.drop(name)
+            self.trial.fail(name)
             self.trial.charge((now_ns() - begun_ns) / 1e3)
             self._settle_if_done()
             result = run(NATIVE)
@@ -347,7 +348,7 @@ class LiveTrial:
                     f"failed:{name}", f"convselect: {name} failed on {self.problem} ({error!r}); native runs instead."
                 )
             if self.choice is None:
-                self.trial.drop(name)
+                self.trial.fail(name)
                 self._settle_if_done()
         return result
 
@@ -428,19 +429,6 @@ def _distance(result: Tensor, native: Tensor) -> Tensor:
         size = torch.linalg.vector_norm(native)
         distance: Tensor = torch.linalg.vector_norm(result - native) / size.clamp_min(torch.finfo(wide).tiny)
         return distance
-
-
-# oneDNN says only that a primitive could not be created when its buffers cannot be allocated.
-_NO_MEMORY = ("can't allocate memory", "out of memory", "ALLOC_FAILED", "could not create a primitive")
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether this says that memory ran out, in any of the ways in which PyTorch says it."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    # The allocator of the CPU has no exception of its own; cuBLAS and cuDNN have none either.
-    text = str(error)
-    return isinstance(error, RuntimeError) and any(sign in text for sign in _NO_MEMORY)
 
 
 def _must_repeat(device: torch.device) -> bool:

@@ -7,11 +7,12 @@ import torch
 
 from convselect.base.problem import ConvProblem
 from convselect.base.settings import Settings
+from convselect.base.shortage import is_out_of_memory
 from convselect.base.warnings import warn_once
 from convselect.choice.budgets import Shortage, refusal
 from convselect.choice.choose import NATIVE, Choice
 from convselect.choice.trial import Measured
-from convselect.eager.live_trial import is_out_of_memory, keep
+from convselect.eager.live_trial import keep
 from convselect.kernels.pool import ALL
 from convselect.measure.rows import PLAN_COST_US
 

@@ -142,7 +142,7 @@ def _on_trial(problem: ConvProblem, settings: Settings, choice: Choice, predicti
         candidates = {
             name: Prior(prediction.log_gain(name), min(PRIOR_SD, prediction.estimate(name).sd)) for name in names
         }
-        if settled is not None and not names and not settings.audit:
+        if settled is not None and not names and (settled == NATIVE or not settings.audit):
             return choice
     if not candidates and not (settings.audit and choice.algorithm != NATIVE):
         return None

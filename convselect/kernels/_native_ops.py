@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, canonical_strides
+from convselect.base.shortage import is_out_of_memory
 from convselect.kernels._common import memory_format
 
 
@@ -91,8 +92,9 @@ def native_forward_in_bands(x: Tensor, weight: Tensor, problem: ConvProblem, bia
     into other layouts, and the result out of one. If oneDNN finds no memory even so, by aten's own loops."""
     try:
         return _in_bands(x, weight, problem, bias, 16)
-    except (RuntimeError, MemoryError):
-        pass
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
     enabled = torch._C._get_mkldnn_enabled()  # type: ignore[attr-defined]
     torch._C._set_mkldnn_enabled(False)  # type: ignore[attr-defined]  # other threads are only slower meanwhile
     try:
