@@ -65,6 +65,8 @@ OUTLIER = 3.0
 """A call that takes longer than this many times its algorithm's median was interrupted; at most this is charged."""
 UNUSABLE = 2
 """A candidate is out after this many results that could not be used: an infinity or a NaN was in them."""
+MOST_UNUSABLE = 3
+"""After this many of all candidates the trial is over."""
 MISTAKEN = 2.0
 """A prediction that is this many standard deviations from what was seen has half its weight; farther away, less."""
 HOPELESS = -0.7
@@ -160,7 +162,7 @@ class Trial:
     """
 
     __slots__ = (
-        "_cold_us", "_cost_us", "_noise", "_order", "_proven", "_random", "_rounds", "_seed", "_spent_us",
+        "_cold_us", "_cost_us", "_noise", "_order", "_proven", "_random", "_rounds", "_seed", "_spent_us", "_spoilt",
         "_this_round", "_timed", "_unusable", "_warm_us", "calls", "live", "outcome", "priors", "turns",
     )  # fmt: skip
 
@@ -190,6 +192,9 @@ class Trial:
         self._warm_us: dict[str, list[float]] = {}
         """Algorithm -> times of its turns except the first, ascending."""
         self._unusable: dict[str, int] = {}
+        self._spoilt = 0
+        """Results of all candidates that could not be used. They say nothing about other values: what is decided for
+        want of candidates then is `cut_short`."""
         self._proven = False
         """Whether the leader is better than native, so that only rivals are still compared."""
         self._this_round: dict[str, float] = {}
@@ -279,7 +284,10 @@ class Trial:
         """Its result held an infinity or a NaN, and native computed the call again: `extra_us` in vain."""
         self.postpone(name)
         self._unusable[name] = self._unusable.get(name, 0) + 1
-        if self._unusable[name] >= UNUSABLE:
+        self._spoilt += 1
+        if self.outcome is None and self._spoilt >= MOST_UNUSABLE:
+            self._settle(NATIVE, "the values were not finite, or huge", cut_short=True)
+        elif self._unusable[name] >= UNUSABLE:
             self.drop(name)
         self.charge(extra_us)
 
@@ -354,7 +362,7 @@ class Trial:
         self._proven = False  # it may have been the one that was proven better
         self._order = [other for other in self._order if other != name]
         if not self.live:
-            self._settle(NATIVE, "no candidate was faster")
+            self._settle(NATIVE, "no candidate was faster", cut_short=self._spoilt > 0)
         elif self._this_round:
             self._end_round()
 

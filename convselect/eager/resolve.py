@@ -149,7 +149,7 @@ def _on_trial(problem: ConvProblem, settings: Settings, choice: Choice, predicti
     predicted = {}
     if isinstance(prediction, Corrected):
         predicted = {name: prediction.raw_log_gain(name) for name in candidates}
-    keeper = _Keeper(problem, settings, predicted)
+    keeper = _Keeper(problem, settings, predicted, loaded.identity(problem) if predicted else "")
     trial = LiveTrial(problem, choice, candidates, favourite=favourite, audit=settings.audit, on_settled=keeper)
     keeper.trial = trial
     trial.store_result = not choice.memory_limited
@@ -200,8 +200,9 @@ def params_of(name: str, problem: ConvProblem, settings: Settings) -> Mapping[st
 class _Keeper:
     """Logs what a trial found, learns from it, and writes it to the store unless it holds for the moment only."""
 
-    def __init__(self, problem: ConvProblem, settings: Settings, predicted: Mapping[str, float]) -> None:
-        self._problem, self._settings, self._predicted = problem, settings, predicted
+    def __init__(self, problem: ConvProblem, settings: Settings, predicted: Mapping[str, float], model: str) -> None:
+        self._problem, self._settings = problem, settings
+        self._predicted, self._model = predicted, model  # not asked for again: it may have been unloaded meanwhile
         self.trial: LiveTrial | None = None
         self._learnt = False
 
@@ -211,7 +212,8 @@ class _Keeper:
             live_trial.keep(self._problem, self._settings, choice, outcome.rounds)
         if self.trial is not None and not self._learnt and self._predicted:
             self._learnt = True
-            learning.learn(self._problem, self.trial.trial, self._predicted, keep=self.trial.store_result)
+            trial = self.trial
+            learning.learn(self._problem, trial.trial, self._predicted, self._model, keep=trial.store_result)
 
 
 __all__ = ["Found", "choice_for", "choices", "eager_choice", "found_for", "params_of"]

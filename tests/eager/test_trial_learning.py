@@ -15,6 +15,7 @@ from convselect.base.problem import conv_problem
 from convselect.choice.choose import NATIVE
 from convselect.choice.trial import HOPELESS
 from convselect.eager import learning, resolve
+from convselect.model import loaded
 from convselect.store import process
 
 GAINS = {"quick": math.log(1000 / 325), "slow": math.log(1000 / 1525)}
@@ -41,7 +42,7 @@ def estimate(name: str, size: int = 10):
 def test_residuals_are_what_was_measured_less_what_the_model_alone_predicted(race):
     call(10)
     one = problem(10)
-    learnt = learning._of(one)
+    learnt = learning.learnt_about(loaded.identity(one), "cpu")
     layer = learning.layer_of(one)
     for name in ("quick", "slow"):
         n, residual = learnt._by_direction["forward"][name].layers[layer]
@@ -112,7 +113,11 @@ def test_another_layer_has_a_trial_but_with_what_the_algorithm_has_shown(race):
 def test_what_was_hopeless_at_its_first_call_counts_as_half_as_fast(race):
     race["slow"].us = 4100.0 + 200.0
     call(10)
-    n, residual = learning._of(problem(10))._by_direction["forward"]["slow"].layers[learning.layer_of(problem(10))]
+    n, residual = (
+        learning.learnt_about(loaded.identity(problem(10)), "cpu")
+        ._by_direction["forward"]["slow"]
+        .layers[learning.layer_of(problem(10))]
+    )
     assert (n, residual) == (1, pytest.approx(HOPELESS - 0.7))
 
 
@@ -172,3 +177,11 @@ def test_the_models_own_policy_and_deterministic_mode_do_not_use_it(race):
         assert resolve.choice_for(problem(14), used).predicted_gain == pytest.approx(math.exp(0.7))
     deterministic = problem(14)._replace(deterministic=True)
     assert resolve.choice_for(deterministic, settings.current()).predicted_gain == pytest.approx(math.exp(0.7))
+
+
+def test_settling_does_not_load_the_model_again(race, monkeypatch):
+    """It may have been released while nothing new came up: loading it takes milliseconds of somebody's call."""
+    call(10, times=1)
+    monkeypatch.setattr(loaded, "get_for", lambda _: pytest.fail("the model was asked for"))
+    call(10)
+    assert on_trial()[0].choice.algorithm == "quick"
