@@ -35,6 +35,7 @@ from convselect.kernels import _library
 from convselect.kernels.pool import BY_NAME
 from convselect.measure.rows import PLAN_COST_US
 from convselect.store import process
+from convselect.store.decision import Decision
 
 Run = Callable[[str], "Tensor | None"]
 """Runs the call at hand by the algorithm of this name; None if it could not, and native has to."""
@@ -404,8 +405,6 @@ class LiveTrial:
 
 def keep(problem: ConvProblem, settings: Settings, choice: Choice, samples: int) -> None:
     """Let later processes know what was found out."""
-    from convselect.store.choices import Decision
-
     revision = BY_NAME[choice.algorithm].revision
     process.remember(
         Decision(

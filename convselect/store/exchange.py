@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 from convselect.base.problem import ConvProblem
 from convselect.kernels.pool import BY_NAME
 from convselect.measure.rows import HEADER, environment_path, read_rows
-from convselect.store.choices import Decision, Stored
+from convselect.store.choices import Stored
+from convselect.store.decision import Decision
 from convselect.store.store import Store, pool_fingerprint
 
 FORMAT = "convselect choices"

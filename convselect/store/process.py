@@ -27,7 +27,8 @@ from convselect.store.fork import ForkGuard, abandon
 
 if TYPE_CHECKING:
     from convselect.base.problem import ConvProblem
-    from convselect.store.choices import Choices, Decision
+    from convselect.store.choices import Choices
+    from convselect.store.decision import Decision
     from convselect.store.lessons import Lessons
 
 BUSY_S = 0.2

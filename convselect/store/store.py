@@ -21,7 +21,8 @@ from pathlib import Path
 
 from convselect.base.problem import ConvProblem
 from convselect.measure.rows import MACHINE, TIMES, Row, environment_path, write_rows
-from convselect.store.choices import Choices, Decision
+from convselect.store.choices import Choices
+from convselect.store.decision import Decision
 from convselect.store.file import (
     SCHEMA_VERSION,
     BusyStoreError,

@@ -19,7 +19,7 @@ from convselect.kernels.pool import BY_NAME
 from convselect.machine import environment
 from convselect.model import loaded
 from convselect.store import process
-from convselect.store.choices import Decision
+from convselect.store.decision import Decision
 from convselect.tune.cost_model import CostModel
 from convselect.tune.programs import Program, Programs
 from convselect.tune.records import Log, Measured
