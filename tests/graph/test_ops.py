@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -81,15 +83,20 @@ def test_the_three_directions_are_atens(name, layout):
             torch.library.opcheck(op, arguments, test_utils=CHEAP)
 
 
+COMPILED = [
+    "3x3 uneven padding", "one pixel", "one channel", "1x1 stride 2", "stride 2 leaves a rest", "patch 4x4",
+    "dilation (3, 1)", "groups 2", "depthwise multiplier 2", "even kernel, same, dilated", "one row",
+]  # fmt: skip
+
+
 @pytest.mark.compile
 @pytest.mark.parametrize(
-    "name",
-    ["3x3", "3x3 uneven padding", "one pixel", "one channel", "1x1 stride 2", "stride 2 leaves a rest", "patch 4x4",
-     "dilation (3, 1)", "groups 2", "depthwise multiplier 2", "even kernel, same, dilated", "one row"],
-)  # fmt: skip
-@pytest.mark.parametrize("layout", LAYOUTS)
+    ("name", "layout"),
+    [*(("3x3", layout) for layout in LAYOUTS), *zip(COMPILED, itertools.cycle(LAYOUTS), strict=False)],
+)
 def test_opcheck(name, layout):
-    """With AOTDispatcher on symbolic sizes too: gradients compiled and not compiled."""
+    """With AOTDispatcher on symbolic sizes too: gradients compiled and not compiled. The test above has every problem
+    in every layout."""
     with convselect.use("im2col_gemm"):
         for op, arguments in calls(PROBLEMS[name], layout, settings=""):
             torch.library.opcheck(op, arguments)

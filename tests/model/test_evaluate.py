@@ -254,7 +254,7 @@ def test_selectors_learn_a_rule(name):
     pytest.importorskip("sklearn")
     table = Table.from_rows(synthetic(500))
     fold, _ = evaluate.split(table, "random", 4)
-    learn = {"resnet18": selectors.resnet18(steps=40, batch=64)}.get(name) or selectors.named(name)
+    learn = {"resnet18": selectors.resnet18(steps=25, batch=48)}.get(name) or selectors.named(name)
     with threads(1):
         gains, found = evaluate.cross_validated(table, learn, fold, only=[0])
     assert np.isfinite(gains).all()
