@@ -43,13 +43,17 @@ def problem_of(x: Tensor, weight: Tensor, geometry: Geometry) -> ConvProblem | N
     stride, padding, dilation, groups = geometry
     if x.dim() != 4 or weight.dim() != 4 or x.dtype not in DTYPE_NAMES or x.device.type not in _DEVICES:
         return None
+    K, _, R, S = weight.shape
     try:
-        stride_h, stride_w = pair(stride)
-        dil_h, dil_w = pair(dilation)
-        K, _, R, S = weight.shape
-        if any(not isinstance(v, str | int) and len(v) > 2 for v in (stride, padding, dilation)):
-            return None
-        pads = padding_sides(padding, (R, S), (dil_h, dil_w))
+        if _are_pairs(stride, padding, dilation):  # a layer's are; this costs a third of what follows
+            (stride_h, stride_w), (pad_h, pad_w), (dil_h, dil_w) = stride, padding, dilation
+            pads = (pad_h, pad_h, pad_w, pad_w)
+        else:
+            stride_h, stride_w = pair(stride)
+            dil_h, dil_w = pair(dilation)
+            if any(not isinstance(v, str | int) and len(v) > 2 for v in (stride, padding, dilation)):
+                return None
+            pads = padding_sides(padding, (R, S), (dil_h, dil_w))
     except (TypeError, ValueError, IndexError):
         return None
     if x.is_cpu:
@@ -63,6 +67,12 @@ def problem_of(x: Tensor, weight: Tensor, geometry: Geometry) -> ConvProblem | N
         Direction.FORWARD, N, C, H, W, K, R, S, stride_h, stride_w, *pads, dil_h, dil_w, groups,
         DTYPE_NAMES[x.dtype], _layout(x), _layout(weight), x.device.type, threads(), settled, tf32,
     )  # fmt: skip
+
+
+def _are_pairs(stride: Any, padding: Any, dilation: Any) -> bool:
+    return (
+        type(stride) is type(padding) is type(dilation) is tuple and len(stride) == len(padding) == len(dilation) == 2
+    )
 
 
 def problems_of(layer: torch.nn.Conv2d, x: Tensor) -> list[ConvProblem]:
@@ -96,11 +106,11 @@ def _layout(t: Tensor) -> str:
 def valid(p: ConvProblem, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, *, cast: bool) -> bool:
     """Whether this is a convolution that aten accepts and that has something to compute. Calls that aten does not
     accept are passed to it, so that it raises its own error."""
-    numbers = (p.stride_h, p.stride_w, p.dil_h, p.dil_w, p.groups, *p.padding)
+    steps, pads = (p.stride_h, p.stride_w, p.dil_h, p.dil_w, p.groups), p.padding
     return (
-        all(isinstance(n, int) for n in numbers)
-        and min(p.stride_h, p.stride_w, p.dil_h, p.dil_w, p.groups) > 0
-        and min(p.padding) >= 0
+        (_INT.issuperset(map(type, (*steps, *pads))) or all(isinstance(n, int) for n in (*steps, *pads)))
+        and min(steps) > 0
+        and min(pads) >= 0
         and not (geometry[1] == "same" and (p.stride_h, p.stride_w) != (1, 1))
         and x.numel() > 0
         and weight.numel() > 0

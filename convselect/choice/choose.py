@@ -26,6 +26,8 @@ NOMINATION_LEAST = -0.1
 """Least predicted ln(t_native / t) of a candidate."""
 
 
+Refused = dict[str, str | None]
+"""Algorithm -> why it may not be chosen for the problem at hand; None if it may."""
 SMALL_PRODUCT_FLOPS = 3e5
 """Native takes 10 to 25 us for 1x1 convolutions up to here. Problems below 30 us never gained anything: 0 of 500."""
 
@@ -124,6 +126,7 @@ def choose(
     *,
     store: Callable[[ConvProblem], Choice | None] | None = None,
     predictor: Predictor | None = None,
+    refused: Refused | None = None,
 ) -> Choice:
     """Forced > store > model (confident, within budgets) > native. (This process's own cache is asked before.)
 
@@ -135,6 +138,7 @@ def choose(
         algorithms: name -> algorithm; must hold "native".
         store: returns an earlier process's choice for exactly this problem, or None.
         predictor: the model; None if there is none.
+        refused: filled in, for `nominees`.
 
     Raises:
         ValueError, NotApplicable: as `forced` does.
@@ -166,6 +170,8 @@ def choose(
         if log_gain <= prediction.margin:
             break  # ranked: nothing after this gains more
         reason = refusal(algorithm, problem, settings)
+        if refused is not None:
+            refused[name] = reason
         if reason is None:
             return Choice(name, "model", None, math.exp(log_gain), prediction.probability(name), memory_limited)
         memory_limited = memory_limited or isinstance(reason, Shortage)
@@ -187,19 +193,30 @@ def is_small_product(problem: ConvProblem) -> bool:
 
 
 def nominees(
-    problem: ConvProblem, algorithms: Mapping[str, Algorithm], settings: Settings, prediction: Prediction
+    problem: ConvProblem,
+    algorithms: Mapping[str, Algorithm],
+    settings: Settings,
+    prediction: Prediction,
+    refused: Refused | None = None,
 ) -> list[str]:
     """The algorithms that are worth a trial against native, best predicted first: at most `NOMINATED`, near the best.
 
     The margin does not count here: it guards against predictions that are not checked by timing.
+
+    Args:
+        refused: what is known already.
     """
     found: list[str] = []
+    refused = refused or {}
     least = NOMINATION_LEAST
     for name in prediction.ranked:
         log_gain = prediction.log_gain(name)
         if log_gain < least or len(found) == NOMINATED:
             break  # ranked; checking whether the others apply would cost more than the prediction did
-        if name != NATIVE and name in algorithms and refusal(algorithms[name], problem, settings) is None:
+        if name == NATIVE or name not in algorithms:
+            continue
+        reason = refused[name] if name in refused else refusal(algorithms[name], problem, settings)
+        if reason is None:
             least = max(least, log_gain - NOMINATION_GAP) if not found else least
             found.append(name)
     return found

@@ -17,7 +17,7 @@ deviation q), and the rounds (their median m, its robust standard error s), weig
 
 A prediction that contradicts what was measured loses its weight (`MISTAKEN`). The standard deviation of one round's g
 is taken to be between what the rounds show and `NOISE_SD`, which counts like `NOISE_ROUNDS` rounds: three rounds may
-agree by chance. From `MIN_ROUNDS` on:
+agree by chance. From `MIN_ROUNDS` on, and one round earlier for what is clear by `EARLY_GAIN` more:
 
     mean + Z_OUT sd < MIN_GAIN    the candidate is out
     mean - Z_IN sd > MIN_GAIN     it is better than native, which then has no more turns; the best of those is taken,
@@ -45,6 +45,8 @@ NATIVE = "native"
 MOST_CALLS = 60
 """A trial is over after this many calls of its problem, timed or not."""
 MIN_ROUNDS, MAX_ROUNDS = 3, 16
+EARLY_ROUNDS, EARLY_GAIN = 2, 0.1
+"""After so few rounds already, what is clear by this much more is decided."""
 RIVAL_ROUNDS = 6
 """After this many rounds two candidates that are both better than native are not compared any further."""
 MIN_GAIN = 0.02
@@ -163,7 +165,8 @@ class Trial:
 
     __slots__ = (
         "_cold_us", "_cost_us", "_noise", "_order", "_proven", "_random", "_rounds", "_seed", "_spent_us", "_spoilt",
-        "_this_round", "_timed", "_unusable", "_warm_us", "calls", "live", "outcome", "priors", "turns",
+        "_this_round", "_timed", "_unusable", "_warm_us", "calls", "excess_us", "live", "native_us", "outcome", "priors",
+        "turns",
     )  # fmt: skip
 
     def __init__(
@@ -181,6 +184,11 @@ class Trial:
         self.turns = 0
         """Calls that were an algorithm's turn."""
         self.outcome: Outcome | None = None
+        self.native_us: float | None = None
+        """Median of native's warm times, or its first time; None before there is one."""
+        self.excess_us = 0.0
+        """Time spent so far beyond what native alone would have taken; negative if the trial has saved time; 0 before
+        native's time is known."""
         self._cost_us = cost_us
         self._spent_us = 0.0
         self._timed = 0
@@ -203,12 +211,6 @@ class Trial:
             self._settle(NATIVE, "there is nothing to compare it with")
 
     @property
-    def native_us(self) -> float | None:
-        """Median of native's warm times, or its first time; None before there is one."""
-        warm = self._warm_us.get(NATIVE)
-        return _middle(warm) if warm else self._cold_us.get(NATIVE)
-
-    @property
     def favourite_is_next(self) -> bool:
         """Whether the very first call is still to come, and a candidate's."""
         return not self._cold_us and bool(self._order) and self._order[-1] != NATIVE
@@ -216,13 +218,6 @@ class Trial:
     @property
     def rounds(self) -> int:
         return len(self._rounds)
-
-    @property
-    def excess_us(self) -> float:
-        """Time spent so far beyond what native alone would have taken; negative if the trial has saved time; 0 before
-        native's time is known."""
-        native_us = self.native_us
-        return 0.0 if native_us is None else self._spent_us - self._timed * native_us
 
     @property
     def leader(self) -> str:
@@ -319,9 +314,13 @@ class Trial:
         if name not in self._cold_us:
             self._cold_us[name] = us
             self._warm_us[name] = []
+            if name == NATIVE:
+                self.native_us = us
             self._drop_if_cold_and_hopeless()
         else:
             insort(warm, us)
+            if name == NATIVE:
+                self.native_us = _middle(warm)
             native_us = self.native_us
             hopeless = native_us is not None and us + self._cost_us > WARM_DROP * native_us
             self._this_round[name] = us
@@ -349,9 +348,10 @@ class Trial:
 
     def _end_if_too_expensive(self) -> None:
         native_us = self.native_us
-        if self.outcome is not None or native_us is None:
+        if native_us is None:
             return
-        if self.excess_us > ALLOWANCE_CALLS * native_us + ALLOWANCE_US:
+        self.excess_us = self._spent_us - self._timed * native_us
+        if self.excess_us > ALLOWANCE_CALLS * native_us + ALLOWANCE_US and self.outcome is None:
             self._end("its cost")
 
     def drop(self, name: str) -> None:
@@ -416,34 +416,38 @@ class Trial:
 
     def _judge(self) -> None:
         n = len(self._rounds)
-        if n < MIN_ROUNDS:
+        if n < EARLY_ROUNDS:
             return
+        clear = EARLY_GAIN if n < MIN_ROUNDS else 0.0
+        beliefs = {name: self.belief(name) for name in self.live}
         if not self._proven:
-            for name in list(self.live):
-                mean, sd = self.belief(name)
-                if mean + Z_OUT * sd < MIN_GAIN:
+            for name, (mean, sd) in beliefs.items():
+                if mean + Z_OUT * sd < MIN_GAIN - clear:
                     self.drop(name)
             if self.outcome is not None:
                 return
-        leader = self._leader()
+        leader = self._leader(beliefs)
         for rival in [name for name in self.live if name != leader]:
             advantage, error = self.gain(rival, over=leader)
             if advantage + Z_OUT * error < MIN_GAIN:
                 self.live.remove(rival)  # it may still beat native, but not the leader
         if not self._proven:
-            mean, sd = self.belief(leader)
-            self._proven = mean - Z_IN * sd > MIN_GAIN
+            mean, sd = beliefs[leader]
+            self._proven = mean - Z_IN * sd > MIN_GAIN + clear
         if self._proven and (len(self.live) == 1 or n >= RIVAL_ROUNDS):
             self._settle(leader, f"{math.exp(self.gain(leader)[0]):.2f} times native's speed in {n} rounds")
         elif n >= MAX_ROUNDS:
             self._end(f"{n} rounds")
 
-    def _leader(self) -> str:
+    def _leader(self, beliefs: Mapping[str, tuple[float, float]] | None = None) -> str:
         """The fastest candidate: by its gain over native, and if native is out already, by the rounds since."""
-        leader = max(self.live, key=lambda name: self.belief(name)[0])
+        if len(self.live) == 1:
+            return self.live[0]
+        beliefs = beliefs or {name: self.belief(name) for name in self.live}
+        leader = max(self.live, key=lambda name: beliefs[name][0])
         for rival in self.live if self._proven else ():
             # A candidate that was never shown to beat native must not win by beating one that was.
-            mean, sd = self.belief(rival)
+            mean, sd = beliefs[rival]
             if rival != leader and mean - Z_IN * sd > MIN_GAIN and self.gain(rival, over=leader)[0] > 0:
                 leader = rival
         return leader

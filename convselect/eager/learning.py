@@ -9,29 +9,38 @@ from convselect.base.lru import on_clear
 from convselect.base.problem import ConvProblem
 from convselect.choice.choose import Prediction
 from convselect.choice.learnt import Corrected, Learnt, layer_of
-from convselect.choice.trial import HOPELESS, Trial
+from convselect.choice.trial import HOPELESS, Measured, Trial
 from convselect.model import loaded
 from convselect.store import lessons
 
-_by_model: dict[str, Learnt] = {}
-"""Identity of a model -> what was learnt about it."""
-on_clear(_by_model.clear)
+_by_model: dict[tuple[str, str], Learnt] = {}
+"""(identity of a model, device) -> what was learnt about it."""
 
 
-def corrected(prediction: Prediction, problem: ConvProblem) -> Corrected:
-    """The prediction with what was learnt."""
-    return Corrected(prediction, learnt_about(loaded.identity(problem), problem.device), problem)
+def corrected(prediction: Prediction, problem: ConvProblem) -> Prediction:
+    """The prediction with what was learnt: a `Corrected`, or the same if nothing was learnt in this direction."""
+    learnt = learnt_about(loaded.identity(problem), problem.device)
+    return Corrected(prediction, learnt, problem) if learnt.known(problem.direction) else prediction
 
 
-def learn(problem: ConvProblem, trial: Trial, predicted: Mapping[str, float], model: str, *, keep: bool) -> None:
+def learn(
+    problem: ConvProblem,
+    trial: Trial,
+    measured: Mapping[str, Measured],
+    predicted: Mapping[str, float],
+    model: str,
+    *,
+    keep: bool,
+) -> None:
     """Add what a trial has measured.
 
     Args:
+        measured: the outcome's.
         predicted: candidate -> the model's own predicted ln(t_native / t).
         model: the identity of the model that predicted: by now another one may be in use, or none be loaded.
         keep: whether later processes may know.
     """
-    found = {name: math.log(one.gain) for name, one in trial.measured().items()}
+    found = {name: math.log(one.gain) for name, one in measured.items()}
     found |= dict.fromkeys(trial.hopeless(), HOPELESS)
     learnt, layer = learnt_about(model, problem.device), layer_of(problem)
     for name, gain in found.items():
@@ -45,14 +54,26 @@ def learn(problem: ConvProblem, trial: Trial, predicted: Mapping[str, float], mo
 
 def learnt_about(model: str, device: str) -> Learnt:
     """What is known of the model with this identity, read from the store at first."""
-    found = _by_model.get(model)
-    if found is None:
-        found = Learnt()
-        for algorithm, layer, n, mean in lessons.corrections(model, device):
-            name, _, direction = algorithm.partition(" ")
-            found.put(name, direction, layer, n, mean)
-        _by_model[model] = found
+    found = _by_model.get((model, device))
+    return _read(model, device) if found is None else found
+
+
+def _read(model: str, device: str) -> Learnt:
+    found = Learnt()
+    for algorithm, layer, n, mean in lessons.corrections(model, device):
+        name, _, direction = algorithm.partition(" ")
+        found.put(name, direction, layer, n, mean)
+    _by_model[model, device] = found
     return found
+
+
+def _read_again() -> None:
+    """Forget what is not in the store: here, and not at the next call."""
+    for model, device in list(_by_model):
+        _read(model, device)
+
+
+on_clear(_read_again)
 
 
 __all__ = ["corrected", "learn", "learnt_about"]

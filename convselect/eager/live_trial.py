@@ -167,13 +167,14 @@ class LiveTrial:
         if not self._lock.acquire(blocking=False):
             return self._otherwise(run)  # two calls at once would time each other
         try:
-            begun_ns, before_us, native_us = self._now_ns(), self.trial.excess_us, self.trial.native_us
+            begun_ns, trial = self._now_ns(), self.trial
+            before_us, native_us = trial.excess_us, trial.native_us
             try:
                 return self._timed_if_due(run, device, is_right, begun_ns)
             finally:
-                account.excess_us += self.trial.excess_us - before_us
-                if native_us is None and self.trial.native_us is not None:
-                    account.begun(self.trial.native_us)
+                account.excess_us += trial.excess_us - before_us
+                if native_us is None and trial.native_us is not None:
+                    account.begun(trial.native_us)
         finally:
             self._lock.release()
 

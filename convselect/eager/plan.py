@@ -84,22 +84,29 @@ def make_plan(
         if x.dtype not in DTYPE_NAMES and settings.policy in BY_NAME and settings.policy != NATIVE:
             raise NotApplicable(f"{settings.policy} cannot do this convolution: it computes floats, not {x.dtype}")
         return None
+    found = eager_choice(problem, settings)
+    needs_grad = _grad_enabled() and (
+        x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    )
+    if not _leaves_native(problem, settings, found, x, weight, needs_grad):
+        return _Native()
     plan = Plan(problem, settings, result_strides(x, weight, problem))
     plan.cast = cast if isinstance(cast, torch.dtype) else None
-    plan.found = eager_choice(problem, settings)
-    tensors = (x, weight) if bias is None else (x, weight, bias)
-    plan.needs_grad = _grad_enabled() and any(t.requires_grad for t in tensors)
-    return plan if _leaves_native(plan, x, weight) else _Native()
+    plan.found, plan.needs_grad = found, needs_grad
+    return plan
 
 
-def _leaves_native(plan: Plan, x: Tensor, weight: Tensor) -> bool:
+def _leaves_native(
+    problem: ConvProblem, settings: Settings, found: Found, x: Tensor, weight: Tensor, needs_grad: bool
+) -> bool:
     """Whether a plan is worth its overhead: unless everything is native, aten's own call does the same."""
-    problem, settings = plan.problem, plan.settings
-    if not is_native(plan.found) or settings.batch_invariant:
+    if not is_native(found) or settings.batch_invariant:
         return True  # aten's own call goes by the whole batch
-    if plan.needs_grad and weight.requires_grad and overruns_in_channels_last(problem):
+    if not needs_grad:
+        return False
+    if weight.requires_grad and overruns_in_channels_last(problem):
         return True  # its native backward steps around it
-    if settings.policy == NATIVE or not plan.needs_grad:
+    if settings.policy == NATIVE:
         return False
     expected = []
     if x.requires_grad:
@@ -243,9 +250,14 @@ class Plan(Entry):
         return entry
 
     def _forget_if_native(self, choice: Choice) -> None:
-        """After a trial that native won, the next call makes a new plan, which may be native's all through."""
-        if choice.algorithm == NATIVE:
+        """After a trial that native won, the plan is native's all through; with gradients the next call finds out."""
+        if choice.algorithm != NATIVE:
+            return
+        if self.needs_grad or self.settings.batch_invariant or self.unbatched:
             plans.entries.pop(self.key, None)
+        elif plans.entries.get(self.key) is self:
+            plans.entries[self.key] = native = _Native()
+            native.key, native.age = self.key, plans.clock
 
     def refold(self, x_shape: tuple[int, ...], weight_shape: tuple[int, ...], groups: int, like: Tensor) -> Plan:
         """A plan for the same geometry on other sizes: what vmap makes of a batch of convolutions."""

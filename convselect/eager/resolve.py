@@ -13,7 +13,7 @@ from typing import Any
 from convselect.base.lru import LRU, Entry, on_clear
 from convselect.base.problem import ConvProblem, Direction
 from convselect.base.settings import CACHE_ENTRIES, TIMING, Settings
-from convselect.choice.choose import NATIVE, Choice, Prediction, choose, nominees
+from convselect.choice.choose import NATIVE, Choice, Prediction, Refused, choose, nominees
 from convselect.choice.learnt import Corrected, is_settled
 from convselect.choice.trial import MIN_GAIN, Measured, Outcome, Prior
 from convselect.eager import batch, learning, live_trial, log, measured
@@ -85,10 +85,11 @@ def _resolve(problem: ConvProblem, settings: Settings) -> Found:
         problem = batch.single(problem)
     predictor = _Once(corrected=settings.policy in TIMING and not (problem.deterministic or settings.batch_invariant))
     stored = None if problem.deterministic else lambda p: _stored(p, settings)
-    choice = choose(problem, BY_NAME, settings, store=stored, predictor=predictor)
+    refused: Refused = {}
+    choice = choose(problem, BY_NAME, settings, store=stored, predictor=predictor, refused=refused)
     if per_image:
         choice = replace(choice, per_image=settings)
-    found = _on_trial(problem, settings, choice, predictor.said) or choice
+    found = _on_trial(problem, settings, choice, predictor.said, refused) or choice
     if log.logger.isEnabledFor(log.INFO) and (settings.policy != "measure" or choice.source == "store"):
         log.chosen(problem, found, settings, predictor.said)
     raced = choices.entries.get(key)
@@ -124,31 +125,35 @@ PRIOR_SD = 0.3
 """Standard deviation of a prediction in a trial: what `learnt.Estimate.sd` is without residuals, or less."""
 
 
-def _on_trial(problem: ConvProblem, settings: Settings, choice: Choice, prediction: Prediction | None) -> Found | None:
+def _on_trial(
+    problem: ConvProblem, settings: Settings, choice: Choice, prediction: Prediction | None, refused: Refused
+) -> Found | None:
     """The trial that checks this choice, or watches it; None if it needs neither; a choice if what was learnt makes a
     trial needless."""
     if settings.policy not in TIMING or problem.deterministic or settings.batch_invariant:
         return None
     candidates: dict[str, Prior] = {}
     favourite = None
-    if settings.policy == "verify" and choice.source != "store" and isinstance(prediction, Corrected):
-        names = nominees(problem, BY_NAME, settings, prediction)
-        settled = is_settled(names, prediction, MIN_GAIN) if names else None
+    corrected = prediction if isinstance(prediction, Corrected) else None  # None: nothing was learnt yet
+    if settings.policy == "verify" and choice.source != "store" and prediction is not None:
+        names = nominees(problem, BY_NAME, settings, prediction, refused)
+        settled = is_settled(names, corrected, MIN_GAIN) if names and corrected is not None else None
         if settled is not None and (settled == NATIVE or trusted(BY_NAME[settled], problem)):
             gain = 1.0 if settled == NATIVE else math.exp(prediction.log_gain(settled))
             choice, names = replace(choice, algorithm=settled, predicted_gain=gain, params=None), []
         if names and prediction.log_gain(names[0]) >= FAVOURITE and trusted(BY_NAME[names[0]], problem):
             favourite = names[0]
-        candidates = {
-            name: Prior(prediction.log_gain(name), min(PRIOR_SD, prediction.estimate(name).sd)) for name in names
-        }
+        for name in names:
+            sd = PRIOR_SD if corrected is None else min(PRIOR_SD, corrected.estimate(name).sd)
+            candidates[name] = Prior(prediction.log_gain(name), sd)
         if settled is not None and not names and (settled == NATIVE or not settings.audit):
             return choice
     if not candidates and not (settings.audit and choice.algorithm != NATIVE):
         return None
     predicted = {}
-    if isinstance(prediction, Corrected):
-        predicted = {name: prediction.raw_log_gain(name) for name in candidates}
+    if prediction is not None:
+        model_says = prediction.log_gain if corrected is None else corrected.raw_log_gain
+        predicted = {name: model_says(name) for name in candidates}
     keeper = _Keeper(problem, settings, predicted, loaded.identity(problem) if predicted else "")
     trial = LiveTrial(problem, choice, candidates, favourite=favourite, audit=settings.audit, on_settled=keeper)
     keeper.trial = trial
@@ -213,7 +218,9 @@ class _Keeper:
         if self.trial is not None and not self._learnt and self._predicted:
             self._learnt = True
             trial = self.trial
-            learning.learn(self._problem, trial.trial, self._predicted, self._model, keep=trial.store_result)
+            learning.learn(
+                self._problem, trial.trial, outcome.measured, self._predicted, self._model, keep=trial.store_result
+            )
 
 
 __all__ = ["Found", "choice_for", "choices", "eager_choice", "found_for", "params_of"]

@@ -128,9 +128,9 @@ def test_a_trusted_favourite_runs_from_the_very_first_call_on(race):
         assert {name for name, count in race.counts().items() if count > before[name]} == {first}
     assert call_until_settled().choice.algorithm == "quick"
     # A gain below 1.3 is no reason.
+    process.configure("off")
     lru.clear()
     race.trusted, race.model.gain = {"quick", "slow"}, 0.25
-    process.configure("off")
     natives = len(race[NATIVE].runs)
     with torch.no_grad():
         convselect.conv2d(X, weight, padding=1)

@@ -35,8 +35,8 @@ def problem(size: int):
 
 def estimate(name: str, size: int = 10):
     one = problem(size)
-    prediction = resolve.loaded.get().predict(one)
-    return learning.corrected(prediction, one).estimate(name)
+    learnt = learning.learnt_about(loaded.identity(one), "cpu")
+    return learnt.estimate(name, one.direction, learning.layer_of(one))
 
 
 def test_residuals_are_what_was_measured_less_what_the_model_alone_predicted(race):
