@@ -31,8 +31,8 @@ class ConvOps(Protocol):
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
     def backward(
-        self, grad_y: Tensor, x: Tensor | None, weight: Tensor | None, needed: tuple[bool, bool]
-    ) -> tuple[Tensor | None, Tensor | None]: ...
+        self, grad_y: Tensor, x: Tensor | None, weight: Tensor | None, needed: tuple[bool, bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]: ...
     def refold(self, x_shape: tuple[int, ...], weight_shape: tuple[int, ...], groups: int, like: Tensor) -> ConvOps: ...
 
     @property
@@ -71,14 +71,16 @@ class Conv2dFunction(_Function):
         need_x, need_weight, need_bias, _ = ctx.needs_input_grad
         grad_x: Tensor | None = None
         grad_weight: Tensor | None = None
+        grad_bias: Tensor | None = None
         if torch.is_grad_enabled() or in_functorch():
             if need_x:
                 grad_x = BackwardDataFunction.apply(grad_y, weight, ctx.plan)
             if need_weight:
                 grad_weight = BackwardWeightFunction.apply(x, grad_y, ctx.plan)
         else:
-            grad_x, grad_weight = ctx.plan.backward(grad_y, x, weight, (need_x, need_weight))
-        grad_bias = grad_y.sum((0, 2, 3)) if need_bias else None
+            grad_x, grad_weight, grad_bias = ctx.plan.backward(grad_y, x, weight, (need_x, need_weight, need_bias))
+        if need_bias and grad_bias is None:
+            grad_bias = grad_y.sum((0, 2, 3))
         return grad_x, grad_weight, grad_bias, None
 
     @staticmethod
@@ -115,7 +117,7 @@ class BackwardDataFunction(_Function):
 
     @staticmethod
     def forward(grad_y: Tensor, weight: Tensor, plan: ConvOps) -> Tensor:  # type: ignore[override]
-        grad_x, _ = plan.backward(grad_y, None, weight, (True, False))
+        grad_x, _, _ = plan.backward(grad_y, None, weight, (True, False, False))
         assert grad_x is not None
         return grad_x
 
@@ -153,7 +155,7 @@ class BackwardWeightFunction(_Function):
 
     @staticmethod
     def forward(x: Tensor, grad_y: Tensor, plan: ConvOps) -> Tensor:  # type: ignore[override]
-        _, grad_weight = plan.backward(grad_y, x, None, (False, True))
+        _, grad_weight, _ = plan.backward(grad_y, x, None, (False, True, False))
         assert grad_weight is not None
         return grad_weight
 

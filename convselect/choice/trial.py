@@ -159,14 +159,15 @@ class Trial:
     Args:
         priors: the candidates, the most promising first, without native; or their names, of which nothing is known.
         favourite: the candidate that has the very first call; None if that is native's.
-        cost_us: overhead per call of leaving native, such as that of the plan that dispatches to the algorithm.
+        cost_us: overhead per call of leaving native, by native's time in us: that of the plan that dispatches to the
+            algorithm. None: nothing.
         seed: random seed of the orders.
     """
 
     __slots__ = (
-        "_cold_us", "_cost_us", "_noise", "_order", "_proven", "_random", "_rounds", "_seed", "_spent_us", "_spoilt",
-        "_this_round", "_timed", "_unusable", "_warm_us", "calls", "excess_us", "live", "native_us", "outcome", "priors",
-        "turns",
+        "_cold_us", "_cost_of", "_cost_us", "_order", "_proven", "_random", "_rounds", "_seed", "_spent_us",
+        "_spoilt", "_this_round", "_timed", "_unusable", "_warm_us", "calls", "excess_us", "live", "native_us",
+        "outcome", "priors", "turns",
     )  # fmt: skip
 
     def __init__(
@@ -174,7 +175,7 @@ class Trial:
         priors: Mapping[str, Prior] | Sequence[str],
         *,
         favourite: str | None = None,
-        cost_us: float = 0.0,
+        cost_us: Callable[[float], float] | None = None,
         seed: int = 0,
     ) -> None:
         self.priors = dict(priors) if isinstance(priors, Mapping) else {name: Prior() for name in priors}
@@ -189,7 +190,8 @@ class Trial:
         self.excess_us = 0.0
         """Time spent so far beyond what native alone would have taken; negative if the trial has saved time; 0 before
         native's time is known."""
-        self._cost_us = cost_us
+        self._cost_of = cost_us
+        self._cost_us = 0.0 if cost_us is None else cost_us(0.0)
         self._spent_us = 0.0
         self._timed = 0
         self._seed = seed
@@ -315,12 +317,12 @@ class Trial:
             self._cold_us[name] = us
             self._warm_us[name] = []
             if name == NATIVE:
-                self.native_us = us
+                self._native_takes(us)
             self._drop_if_cold_and_hopeless()
         else:
             insort(warm, us)
             if name == NATIVE:
-                self.native_us = _middle(warm)
+                self._native_takes(_middle(warm))
             native_us = self.native_us
             hopeless = native_us is not None and us + self._cost_us > WARM_DROP * native_us
             self._this_round[name] = us
@@ -329,6 +331,11 @@ class Trial:
             else:
                 self._end_round()
         self._end_if_too_expensive()
+
+    def _native_takes(self, us: float) -> None:
+        self.native_us = us
+        if self._cost_of is not None:
+            self._cost_us = self._cost_of(us)
 
     def _drop_if_cold_and_hopeless(self) -> None:
         native_us = self.native_us

@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from convselect.choice.choose import NATIVE, Choice
 from convselect.choice.trial import OnTrial, Outcome, Prior, Trial
 from convselect.kernels import _library
 from convselect.kernels.pool import BY_NAME
-from convselect.measure.rows import PLAN_COST_US
+from convselect.measure.rows import plan_cost_us
 from convselect.store import process
 from convselect.store.decision import Decision
 
@@ -121,7 +122,7 @@ class LiveTrial:
         """False if a candidate was left out for a temporary reason."""
         # From the sizes alone: Python hashes texts differently in every process.
         seed = hash(problem[1:17])
-        self.trial = Trial(candidates, favourite=favourite, cost_us=PLAN_COST_US[problem.direction], seed=seed)
+        self.trial = Trial(candidates, favourite=favourite, cost_us=partial(plan_cost_us, problem), seed=seed)
         self.waits = 0
         """Calls of native before the trial goes on. They have been counted as its calls already."""
         # The one clock of this decision. On one thread, time of that thread, which neighbours on the machine disturb
@@ -361,7 +362,8 @@ class LiveTrial:
         elif name == NATIVE:
             self._native_us = us
         elif self._native_us is not None:
-            self._gains.append(math.log(self._native_us / (us + PLAN_COST_US[self.problem.direction])))
+            cost_us = plan_cost_us(self.problem, self._native_us)
+            self._gains.append(math.log(self._native_us / (us + cost_us)))
             self._native_us = None
             self._judge_again()
 

@@ -197,9 +197,10 @@ class Plan(Entry):
         return y
 
     def backward(
-        self, grad_y: Tensor, x: Tensor | None, weight: Tensor | None, needed: tuple[bool, bool]
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """(grad_x, grad_weight) with aten's strides, None if not needed; no autograd. x is not needed for grad_x."""
+        self, grad_y: Tensor, x: Tensor | None, weight: Tensor | None, needed: tuple[bool, bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """(grad_x, grad_weight, grad_bias) with aten's strides, None if not needed; no autograd. x is not needed for
+        grad_x. grad_bias is None, too, if aten does not compute it on the way; then it is a sum over grad_y."""
         if _is_legacy_batched(grad_y, x, weight):
             # Lone operands: aten wants the third for its shape only.
             whole_x = grad_y.new_empty(self.x_shape) if x is None else x
@@ -207,7 +208,8 @@ class Plan(Entry):
             return native_backward(grad_y, whole_x, whole_weight, self.problem, needed)
         grad_x: Tensor | None = None
         grad_weight: Tensor | None = None
-        todo_x, todo_weight = needed
+        grad_bias: Tensor | None = None
+        todo_x, todo_weight, _ = needed
         if needed[0] and weight is not None:
             problem, found = self._backward_choice(Direction.BACKWARD_DATA, grad_y)
             per_image = isinstance(found, Choice) and found.per_image is not None
@@ -221,14 +223,14 @@ class Plan(Entry):
             assert x is not None
             assert weight is not None
             # One call for what is native: aten shares work between the two.
-            native_x, native_weight = without_autocast(
-                native_backward, grad_y, x, weight, self.problem, (todo_x, todo_weight)
+            native_x, native_weight, grad_bias = without_autocast(
+                native_backward, grad_y, x, weight, self.problem, (todo_x, todo_weight, todo_weight and needed[2])
             )
             if native_x is not None:
                 grad_x = with_strides(native_x, self.strides.grad_x)
             if native_weight is not None:
                 grad_weight = with_strides(native_weight, self.strides.grad_weight)
-        return grad_x, grad_weight
+        return grad_x, grad_weight, grad_bias
 
     def _backward_choice(self, direction: Direction, streamed: Tensor) -> tuple[ConvProblem, Found]:
         key = (direction, streamed.stride(), _threads(), _deterministic())

@@ -118,28 +118,29 @@ def _in_bands(x: Tensor, weight: Tensor, p: ConvProblem, bias: Tensor | None, ba
 
 
 def native_backward(
-    grad_y: Tensor, x: Tensor, weight: Tensor, problem: ConvProblem, needed: tuple[bool, bool]
-) -> tuple[Tensor | None, Tensor | None]:
-    """(grad_x, grad_weight) by one call of `aten::convolution_backward`; None if `needed` is False."""
+    grad_y: Tensor, x: Tensor, weight: Tensor, problem: ConvProblem, needed: tuple[bool, bool, bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(grad_x, grad_weight, grad_bias) by one call of `aten::convolution_backward`; None if `needed` is False. With the
+    weight's gradient the bias's is free; alone it is a sum."""
     padding, rest = even_padding(problem)
     if rest is not None:
         x = F.pad(x, rest)
     if needed[1] and overruns_in_channels_last(problem):
         grad_y, x, weight = (_plainly_contiguous(t) for t in (grad_y, x, weight))
-    mask = [*needed, False]
-    grad_x, grad_weight, _ = torch.ops.aten.convolution_backward(
-        grad_y, x, weight, None, problem.stride, padding, problem.dilation, False, [0, 0], problem.groups, mask
+    bias_sizes = [problem.K] if needed[2] else None
+    grad_x, grad_weight, grad_bias = torch.ops.aten.convolution_backward(
+        grad_y, x, weight, bias_sizes, problem.stride, padding, problem.dilation, False, [0, 0], problem.groups, needed
     )
     if rest is not None and grad_x is not None:
         left, _, top, _ = rest
         grad_x = grad_x[:, :, top : top + problem.H, left : left + problem.W]
-    return grad_x, grad_weight
+    return grad_x, grad_weight, grad_bias
 
 
 def native_backward_data(grad_y: Tensor, weight: Tensor, problem: ConvProblem) -> Tensor:
     """grad_x alone. The operator needs x only for its shape and layout: memory that is never touched costs no time."""
     x = torch.empty(problem.x_shape, dtype=grad_y.dtype, device=grad_y.device, memory_format=memory_format(problem))
-    grad_x, _ = native_backward(grad_y, x, weight, problem, (True, False))
+    grad_x, _, _ = native_backward(grad_y, x, weight, problem, (True, False, False))
     assert grad_x is not None
     return grad_x
 
@@ -148,6 +149,6 @@ def native_backward_weight(x: Tensor, grad_y: Tensor, problem: ConvProblem) -> T
     """grad_weight alone; the operator needs the weight only for its shape and layout."""
     weight_format = torch.channels_last if problem.weight_layout == CHANNELS_LAST else torch.contiguous_format
     weight = torch.empty(problem.weight_shape, dtype=x.dtype, device=x.device, memory_format=weight_format)
-    _, grad_weight = native_backward(grad_y, x, weight, problem, (False, True))
+    _, grad_weight, _ = native_backward(grad_y, x, weight, problem, (False, True, False))
     assert grad_weight is not None
     return grad_weight

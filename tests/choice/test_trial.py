@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 
 import pytest
 from trials import US, of, play
@@ -13,6 +15,7 @@ from convselect.choice.trial import (
     CHECK_US,
     COLD_DROP,
     COLD_US,
+    EARLY_ROUNDS,
     MACHINERY_US,
     MAX_ROUNDS,
     MIN_ROUNDS,
@@ -104,22 +107,31 @@ def test_the_faster_one_wins_after_the_least_number_of_rounds():
     trial = Trial(["fast"])
     turns = play(trial, of(fast=500.0))
     assert trial.outcome is not None
-    assert (trial.outcome.algorithm, trial.outcome.rounds) == ("fast", MIN_ROUNDS)
+    assert (trial.outcome.algorithm, trial.outcome.rounds) == ("fast", EARLY_ROUNDS)
     assert trial.outcome.gain == pytest.approx(2)
     assert not trial.outcome.cut_short
     assert "2.00 times native's speed" in trial.outcome.reason
-    assert len(turns) == 2 + 2 * MIN_ROUNDS
+    assert len(turns) == 2 + 2 * EARLY_ROUNDS
     assert trial.excess_us < 0
     assert trial.turn() is None
 
 
+def test_what_is_not_clear_after_two_rounds_has_a_third():
+    for us, winner in ((860.0, "a"), (1090.0, NATIVE)):
+        trial = Trial(["a"])
+        play(trial, of(a=us))
+        assert trial.outcome is not None
+        assert (trial.outcome.algorithm, trial.outcome.rounds) == (winner, MIN_ROUNDS)
+        assert not trial.outcome.cut_short
+
+
 def test_what_leaving_native_costs_counts():
-    for cost_us, winner in ((0.0, "fast"), (300.0, NATIVE)):
-        trial = Trial(["fast"], cost_us=cost_us)
+    for share, winner in ((0.0, "fast"), (0.3, NATIVE)):
+        trial = Trial(["fast"], cost_us=functools.partial(operator.mul, share))
         play(trial, of(fast=800.0))
         assert trial.outcome is not None
         assert trial.outcome.algorithm == winner
-        gain = US / (800.0 + cost_us)
+        gain = US / (800.0 + share * US)
         assert trial.measured()["fast"].gain == pytest.approx(gain)
         assert trial.outcome.gain == pytest.approx(gain if winner == "fast" else 1.0)
 
@@ -290,7 +302,7 @@ def test_unusable_results_need_not_be_in_a_row():
 
 
 def test_excess_is_what_native_alone_would_not_have_taken():
-    trial = Trial(["a"], cost_us=25.0)
+    trial = Trial(["a"], cost_us=lambda _: 25.0)
     assert trial.excess_us == 0
     play(trial, of(), 1, overhead_us=5.0)
     assert trial.excess_us == pytest.approx(30.0)  # native's turn comes through the plan as well
@@ -360,10 +372,10 @@ def test_the_difference_of_excess_between_two_calls_adds_up():
 
 
 def test_replay_adds_up_everything():
-    trial = Trial(["fast"], cost_us=25.0)
+    trial = Trial(["fast"], cost_us=lambda _: 25.0)
     total = replay(trial, of(fast=400.0), 100)
-    turns = 2 + 2 * MIN_ROUNDS
-    timed = (1 + MIN_ROUNDS) * (US + 400.0) + turns * (MACHINERY_US + 25.0) + CHECK_US
+    turns = 2 + 2 * EARLY_ROUNDS
+    timed = (1 + EARLY_ROUNDS) * (US + 400.0) + turns * (MACHINERY_US + 25.0) + CHECK_US
     assert total == pytest.approx(timed + (100 - turns) * 425.0)
     assert trial.excess_us == pytest.approx(timed - turns * US)
     # Afterwards it is the winner's, native's without a plan.

@@ -8,7 +8,7 @@ import pytest
 from trials import US, of, play
 
 from convselect.choice.trial import (
-    MIN_ROUNDS,
+    EARLY_ROUNDS,
     NATIVE,
     NOISE_ROUNDS,
     NOISE_SD,
@@ -93,24 +93,24 @@ def test_of_a_proven_leader_and_its_rival_the_best_wins_without_native():
     seen = play(trial, of(good=500.0, best=499.0, bad=1300.0))
     assert trial.outcome is not None
     assert (trial.outcome.algorithm, trial.outcome.rounds) == ("best", RIVAL_ROUNDS)
-    assert seen.count(NATIVE) == 1 + MIN_ROUNDS
+    assert seen.count(NATIVE) == 1 + EARLY_ROUNDS
     assert seen.count("best") == seen.count("good") == 1 + RIVAL_ROUNDS
     assert trial.outcome.gain == pytest.approx(US / 499.0)
-    assert trial.outcome.measured["good"].rounds == MIN_ROUNDS
+    assert trial.outcome.measured["good"].rounds == EARLY_ROUNDS
 
 
 def test_a_rival_that_is_clearly_slower_than_the_leader_is_out_although_it_beats_native():
     trial = Trial(["good", "best"])
     play(trial, of(good=800.0, best=400.0))
     assert trial.outcome is not None
-    assert (trial.outcome.algorithm, trial.outcome.rounds) == ("best", MIN_ROUNDS)
+    assert (trial.outcome.algorithm, trial.outcome.rounds) == ("best", EARLY_ROUNDS)
     assert trial.measured()["good"].gain == pytest.approx(1.25)
 
 
 def test_if_the_proven_leader_fails_native_takes_part_again():
     trial = Trial(["good", "best"])
     times = of(good=500.0, best=499.0)
-    seen = play(trial, times, 3 + 3 * MIN_ROUNDS + 2)
+    seen = play(trial, times, 3 + 3 * EARLY_ROUNDS + 2)
     assert NATIVE not in seen[-2:]
     trial.drop("best")
     seen = play(trial, times)

@@ -62,7 +62,7 @@ def test_no_trial_is_longer_or_costs_more_than_is_allowed(native_us, favourite, 
     for seed in range(250):
         source = random.Random(seed)
         gains = {name: source.uniform(-3.4, 0.5) for name in "abc"}
-        trial = Trial(dict.fromkeys("abc", Prior(1.1, 0.3)), favourite=favourite, cost_us=25.0, seed=seed)
+        trial = Trial(dict.fromkeys("abc", Prior(1.1, 0.3)), favourite=favourite, cost_us=lambda _: 25.0, seed=seed)
         calls, total, first = held(trial, noisy(gains, sd, 0.0, seed, native_us), 25.0)
         assert calls <= MOST_CALLS
         assert trial.outcome is not None

@@ -17,7 +17,7 @@ import convselect
 from convselect.base import lru, settings
 from convselect.base.problem import Direction, conv_problem
 from convselect.choice.choose import NATIVE, Choice
-from convselect.choice.trial import ALLOWANCE_CALLS, ALLOWANCE_US, MIN_ROUNDS, Measured, Prior
+from convselect.choice.trial import ALLOWANCE_CALLS, ALLOWANCE_US, EARLY_ROUNDS, Measured, Prior
 from convselect.eager import live_trial, resolve
 from convselect.eager.live_trial import LiveTrial
 from convselect.eager.plan import plans
@@ -46,12 +46,12 @@ def test_the_quick_one_wins_and_where_native_runs_the_bits_are_natives(race):
             assert torch.equal(y, expected) is (ran == [NATIVE])
             assert torch.allclose(y, expected, rtol=1e-5)
             before, natives = after, natives + (ran == [NATIVE])
-    assert natives == 1 + MIN_ROUNDS
+    assert natives == 1 + EARLY_ROUNDS
     (trial,) = on_trial()
     assert trial.choice == Choice("quick", "verify", None, pytest.approx(math.exp(0.7)), measured=trial.choice.measured)
-    assert trial.choice.measured == Measured(MIN_ROUNDS, GAIN, GAIN, GAIN)
+    assert trial.choice.measured == Measured(EARLY_ROUNDS, GAIN, GAIN, GAIN)
     assert trial.choice.gain == GAIN
-    assert len(race["slow"].runs) <= 1 + MIN_ROUNDS
+    assert len(race["slow"].runs) <= 1 + EARLY_ROUNDS
     assert race["quick"].runs[-20:] == [Direction.FORWARD] * 20
     (plan,) = plans.entries.values()
     assert plan.found is trial.choice
@@ -66,14 +66,14 @@ def test_what_was_found_outlives_the_process(race):
     lru.clear()
     decision = process.look_up(problem, settings.current().budgets)
     assert decision is not None
-    assert (decision.algorithm, decision.source, decision.samples) == ("quick", "verify", MIN_ROUNDS)
+    assert (decision.algorithm, decision.source, decision.samples) == ("quick", "verify", EARLY_ROUNDS)
     counts = race.counts()
     for policy in ("auto", "verify"):
         with torch.no_grad(), convselect.use(policy):
             convselect.conv2d(X, weight, padding=1)
         choice = resolve.choice_for(problem, settings.with_policy(settings.current(), policy))
         assert (choice.algorithm, choice.source) == ("quick", "store")
-        assert choice.measured == Measured(MIN_ROUNDS, GAIN)
+        assert choice.measured == Measured(EARLY_ROUNDS, GAIN)
     assert race.counts() == counts | {"quick": counts["quick"] + 2}
     # Under other budgets it was not found out.
     with torch.no_grad(), convselect.use("auto", precision="fast") as other:
@@ -323,7 +323,7 @@ def test_neighbours_on_the_machine_do_not_count(race, monkeypatch):
     for _ in range(61):
         trial.run(run, CPU, lambda *_: True)
     assert trial.choice is not None
-    assert trial.trial.rounds >= MIN_ROUNDS
+    assert trial.trial.rounds >= EARLY_ROUNDS
 
 
 # ---- the user's view ------------------------------------------------------------------------------------------------

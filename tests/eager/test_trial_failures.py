@@ -16,7 +16,7 @@ from convselect.base import warnings as _warnings
 from convselect.base.problem import Direction, conv_problem
 from convselect.choice.budgets import distrusted
 from convselect.choice.choose import NATIVE, Choice
-from convselect.choice.trial import MIN_ROUNDS, Prior
+from convselect.choice.trial import EARLY_ROUNDS, Prior
 from convselect.eager import checks, execute, live_trial, resolve
 from convselect.eager.live_trial import FIRST_PLACES, LiveTrial
 from convselect.eager.plan import plans
@@ -342,4 +342,4 @@ def test_natives_errors_are_the_users_and_the_trial_goes_on(race):
         race[NATIVE].result = original
     trial = call_until_settled()
     assert trial.choice.algorithm == "quick"
-    assert trial.trial.rounds >= MIN_ROUNDS
+    assert trial.trial.rounds >= EARLY_ROUNDS

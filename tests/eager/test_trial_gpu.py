@@ -12,7 +12,7 @@ import convselect
 from convselect.base import timing
 from convselect.base.problem import conv_problem
 from convselect.choice.choose import NATIVE, Choice
-from convselect.choice.trial import MIN_ROUNDS, Prior
+from convselect.choice.trial import EARLY_ROUNDS, Prior
 from convselect.eager import live_trial
 from convselect.eager.live_trial import LiveTrial
 from convselect.kernels.pool import BY_NAME
@@ -77,7 +77,7 @@ def test_events_are_read_once_they_have_passed_and_never_waited_for(gpu):
     assert trial.choice is not None
     assert trial.choice.algorithm == "quick"
     assert trial.choice.measured.gain == pytest.approx(1000 / 325, rel=1e-3)
-    assert trial.choice.measured.rounds == MIN_ROUNDS
+    assert trial.choice.measured.rounds == EARLY_ROUNDS
 
 
 def test_the_first_result_is_natives_and_everything_is_charged(gpu):

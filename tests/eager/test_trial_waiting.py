@@ -11,7 +11,7 @@ import convselect
 from convselect.base import settings, timing
 from convselect.base.problem import Direction, conv_problem
 from convselect.choice.choose import NATIVE, Choice
-from convselect.choice.trial import ALLOWANCE_CALLS, MIN_ROUNDS, MOST_CALLS
+from convselect.choice.trial import ALLOWANCE_CALLS, EARLY_ROUNDS, MOST_CALLS
 from convselect.eager import dispatch, live_trial
 from convselect.eager.live_trial import LiveTrial
 from convselect.store import process
@@ -60,7 +60,7 @@ def test_while_a_trial_may_not_begin_calls_are_atens_own_and_then_it_goes_on(rac
         account.excess_us = 0.0
         for _ in range(15):
             call()
-    assert trial.trial.turns == 3 * (1 + MIN_ROUNDS)
+    assert trial.trial.turns == 3 * (1 + EARLY_ROUNDS)
     assert trial.choice is not None
     assert trial.choice.algorithm == "quick"
 
