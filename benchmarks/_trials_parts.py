@@ -185,12 +185,15 @@ def lying_model(
     forget()
     loaded.override(lies.LyingPredictor(worst))  # type: ignore[arg-type]
     try:
-        for index, problem in enumerate(problems):
-            layer = Layer(problem)
-            found.append(one := first_calls(layer, source, most=FIRST))
+        # Compared when all have been called: what a process computes pays for trials.
+        called = [Layer(problem) for problem in problems]
+        for index, layer in enumerate(called):
+            found.append(first_calls(layer, source, most=FIRST))
+            on_step(0.5 + 0.25 * (index + 1) / len(problems))
+        for index, (layer, one) in enumerate(zip(called, found, strict=True)):
             compare_settled(layer, one, LEAST_RATIO)
-            rows.append(row_of(one) | {"worst": worst[lies.sizes(problem)]})
-            on_step(0.5 + 0.5 * (index + 1) / len(problems))
+            rows.append(row_of(one) | {"worst": worst[lies.sizes(layer.problem)]})
+            on_step(0.75 + 0.25 * (index + 1) / len(problems))
     finally:
         loaded.use_local()
         forget()

@@ -43,18 +43,20 @@ class Clock:
 
 
 class Timed(Native):
-    """Native's results, unless `result` is replaced; every call takes `us`, and the next ones as many more as `delays`
-    has, from its end."""
+    """Native's results, unless `result` is replaced; every call takes `us`, or what `us_of` has for its direction, and
+    the next ones as many more as `delays` has, from its end."""
 
     def __init__(self, name: str, us: float, clock: Clock) -> None:
         self.name, self.us, self.clock = name, us, clock
+        self.us_of: dict[Direction, float] = {}
         self.delays: list[float] = []
         self.runs: list[Direction] = []
         self.result = super().run_checked
 
     def run_checked(self, a, b, problem, params=None, bias=None):
         self.runs.append(problem.direction)
-        self.clock.ns += int(1000 * (self.us + (self.delays.pop() if self.delays else 0.0)))
+        us = self.us_of.get(problem.direction, self.us)
+        self.clock.ns += int(1000 * (us + (self.delays.pop() if self.delays else 0.0)))
         return self.result(a, b, problem, params, bias)
 
 

@@ -2,9 +2,9 @@
 
 Each trial has its own bound (`trial.py`). Many problems with bad predictions would still add up, so a trial begins only
 while the sum of (time - native's time) over all trials is at most `CALLS` calls of native, of the mean length of those
-seen so far, and `SHARE` of the time that this process has computed. Until then native runs, which costs nothing. With
-at least 2,000 calls, of which 2.5 % are `CALLS`, and convolutions at least half of what is computed, that is 3 % of
-native's time at most, plus what one trial may cost.
+seen so far, and `SHARE` of the time that this process has computed since the first trial. Until then native runs, which
+costs nothing. With at least 2,000 calls, of which 2.5 % are `CALLS`, and convolutions at least half of what is
+computed, that is 3 % of native's time at most, plus what one trial may cost.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SHARE = 0.005
 class Account:
     """The cost of all trials so far. Threads that meet here lose an entry at most."""
 
-    __slots__ = ("excess_us", "native_us", "trials")
+    __slots__ = ("_since_us", "excess_us", "native_us", "trials")
 
     def __init__(self) -> None:
         self.clear()
@@ -27,9 +27,13 @@ class Account:
         self.native_us = 0.0
         """Sum of native's time for one call of each problem on trial."""
         self.trials = 0
+        self._since_us = 0.0
 
-    def begun(self, native_us: float) -> None:
-        """A trial of a problem has begun, of which one call takes native this long."""
+    def begun(self, native_us: float, computed_us: float = 0.0) -> None:
+        """A trial of a problem has begun, of which one call takes native this long, after the process has computed for
+        `computed_us`."""
+        if self.trials == 0:
+            self._since_us = computed_us
         self.native_us += native_us
         self.trials += 1
 
@@ -37,4 +41,4 @@ class Account:
         """Whether another trial may begin, after the process has computed for this long."""
         if self.trials == 0:
             return True
-        return self.excess_us <= CALLS * self.native_us / self.trials + SHARE * computed_us
+        return self.excess_us <= CALLS * self.native_us / self.trials + SHARE * (computed_us - self._since_us)

@@ -67,8 +67,8 @@ OUTLIER = 3.0
 """A call that takes longer than this many times its algorithm's median was interrupted; at most this is charged."""
 UNUSABLE = 2
 """A candidate is out after this many results that could not be used: an infinity or a NaN was in them."""
-MOST_UNUSABLE = 3
-"""After this many of all candidates the trial is over."""
+SPOILT = 2
+"""After unusable results of this many candidates the trial is over: the operands spoil them, not an algorithm."""
 MISTAKEN = 2.0
 """A prediction that is this many standard deviations from what was seen has half its weight; farther away, less."""
 HOPELESS = -0.7
@@ -202,7 +202,7 @@ class Trial:
         self._warm_us: dict[str, list[float]] = {}
         """Algorithm -> times of its turns except the first, ascending."""
         self._unusable: dict[str, int] = {}
-        self._spoilt = 0
+        self._spoilt: set[str] = set()
         """Results of all candidates that could not be used. They say nothing about other values: what is decided for
         want of candidates then is `cut_short`."""
         self._proven = False
@@ -279,10 +279,13 @@ class Trial:
 
     def unusable(self, name: str, extra_us: float) -> None:
         """Its result held an infinity or a NaN, and native computed the call again: `extra_us` in vain."""
-        self.postpone(name)
+        if name in self._cold_us:
+            self.postpone(name)
+        else:
+            self.turns -= 1  # others have their first call before it
         self._unusable[name] = self._unusable.get(name, 0) + 1
-        self._spoilt += 1
-        if self.outcome is None and self._spoilt >= MOST_UNUSABLE:
+        self._spoilt.add(name)
+        if self.outcome is None and len(self._spoilt) >= SPOILT:
             self._settle(NATIVE, "the values were not finite, or huge", cut_short=True)
         elif self._unusable[name] >= UNUSABLE:
             self.drop(name)
@@ -297,7 +300,7 @@ class Trial:
         """Start the next round, in random order; a candidate that has not run yet has its cold call before that."""
         cold = [name for name in (NATIVE, *self.live) if name not in self._cold_us]
         if cold:
-            self._order = [cold[0]]
+            self._order = [min(cold, key=lambda name: self._unusable.get(name, 0))]
             return
         self._this_round = {}
         self._order = list(self.live) if self._proven else [NATIVE, *self.live]
@@ -369,7 +372,7 @@ class Trial:
         self._proven = False  # it may have been the one that was proven better
         self._order = [other for other in self._order if other != name]
         if not self.live:
-            self._settle(NATIVE, "no candidate was faster", cut_short=self._spoilt > 0)
+            self._settle(NATIVE, "no candidate was faster", cut_short=bool(self._spoilt))
         elif self._this_round:
             self._end_round()
 

@@ -175,7 +175,7 @@ class LiveTrial:
             finally:
                 account.excess_us += trial.excess_us - before_us
                 if native_us is None and trial.native_us is not None:
-                    account.begun(trial.native_us)
+                    account.begun(trial.native_us, timing.computed_us() / self.problem.threads)
         finally:
             self._lock.release()
 
@@ -391,6 +391,20 @@ class LiveTrial:
         if self._on_settled is not None:
             self._on_settled(choice, outcome, self.store_result and not outcome.cut_short)
 
+    @property
+    def saved_us(self) -> float:
+        """What the choice saves of native's time in a call, in us, as measured, else as predicted. What leaving native
+        costs is not taken off."""
+        native_us, gain = self.trial.native_us, self.current.gain
+        if native_us is None or not gain:
+            return 0.0
+        cost_us = 0.0 if self.current.algorithm == NATIVE else plan_cost_us(self.problem, native_us)
+        return native_us * (1 - 1 / gain) + cost_us
+
+    def leave_to_native(self, reason: str) -> None:
+        """Settle on native after all."""
+        self._settle(Choice(NATIVE, "verify", None, 1.0), Outcome(NATIVE, 1.0, self.trial.rounds, reason, False, {}))
+
     def _judge_again(self) -> None:
         """Back to native if the choice is clearly slower by now."""
         gains = self._gains = self._gains[-MAX_AUDITS:]
@@ -402,8 +416,9 @@ class LiveTrial:
         deviation = max(1.4826 * sorted(abs(g - middle) for g in gains)[n // 2], NOISE_FLOOR)
         if middle + Z[n - MIN_AUDITS] * 1.2533 * deviation / math.sqrt(n) < -LOSS:
             assert self.choice is not None
-            reason = f"{self.choice.algorithm} was {math.exp(-middle):.2f} times slower than native in {n} audits"
-            self._settle(Choice(NATIVE, "verify", None, 1.0), Outcome(NATIVE, 1.0, n, reason, False, {}))
+            self.leave_to_native(
+                f"{self.choice.algorithm} was {math.exp(-middle):.2f} times slower than native in {n} audits"
+            )
 
 
 def keep(problem: ConvProblem, settings: Settings, choice: Choice, samples: int) -> None:

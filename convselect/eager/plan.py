@@ -26,10 +26,11 @@ from convselect.base.settings import CACHE_ENTRIES, Settings
 from convselect.choice.choose import NATIVE, Choice
 from convselect.eager.execute import execute, without_autocast
 from convselect.eager.live_trial import LiveTrial
-from convselect.eager.resolve import Found, choice_for, eager_choice
+from convselect.eager.resolve import Found, choice_for, eager_choice, found_for
 from convselect.kernels._contract import NotApplicable
 from convselect.kernels._native_ops import native_backward, native_forward, overruns_in_channels_last
 from convselect.kernels.pool import BY_NAME
+from convselect.measure.rows import step_cost_us
 
 # Looked up once: each of these is read on every call.
 _conv2d: Any = torch.conv2d
@@ -92,7 +93,7 @@ def make_plan(
         return _Native()
     plan = Plan(problem, settings, result_strides(x, weight, problem))
     plan.cast = cast if isinstance(cast, torch.dtype) else None
-    plan.found, plan.needs_grad = found, needs_grad
+    plan.found, plan.needs_grad, plan._judged = found, needs_grad, not needs_grad
     return plan
 
 
@@ -130,8 +131,8 @@ class Plan(Entry):
     """
 
     __slots__ = (
-        "_backward", "_checked", "cast", "found", "groups", "key", "native", "needs_grad", "problem", "settings",
-        "strides", "unbatched", "weight_shape", "x_shape",
+        "_backward", "_checked", "_judged", "cast", "found", "groups", "key", "native", "needs_grad", "problem",
+        "settings", "strides", "unbatched", "weight_shape", "x_shape",
     )  # fmt: skip
 
     def __init__(self, problem: ConvProblem, settings: Settings, strides: ResultStrides) -> None:
@@ -151,6 +152,8 @@ class Plan(Entry):
         self.key: Any = None
         self._checked: Geometry = (None, None, None, 0)
         self._backward: dict[Any, tuple[ConvProblem, Found]] = {}
+        self._judged = True
+        """False until it is known whether a training step gains by what its trials have found."""
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
         # Modes and tracers count, record or replay aten's convolution. And the key does not tell 1 from 1.0 from True:
@@ -230,6 +233,8 @@ class Plan(Entry):
                 grad_x = with_strides(native_x, self.strides.grad_x)
             if native_weight is not None:
                 grad_weight = with_strides(native_weight, self.strides.grad_weight)
+        if not self._judged:
+            self._judge_step()
         return grad_x, grad_weight, grad_bias
 
     def _backward_choice(self, direction: Direction, streamed: Tensor) -> tuple[ConvProblem, Found]:
@@ -250,6 +255,25 @@ class Plan(Entry):
             entry = self._backward[key] = (entry[0], found.final)
             self._forget_if_native(found.final)
         return entry
+
+    def _judge_step(self) -> None:
+        """Once the trials of all directions are over: native everywhere after all, if what they save together is less
+        than what leaving native costs a training step. Each of them alone has counted its own direction's share of it.
+        """
+        chosen = [(self.problem, self.found), *self._backward.values()]
+        if any(isinstance(found, LiveTrial) for _, found in chosen):
+            return
+        self._judged = True
+        left = [found_for(problem, self.settings) for problem, found in chosen if not is_native(found)]
+        trials = [found for found in left if isinstance(found, LiveTrial)]
+        if not left or len(trials) < len(left):
+            return  # what has no trial here is known to gain from elsewhere
+        if sum(trial.saved_us for trial in trials) < step_cost_us(
+            max(trial.trial.native_us or 0.0 for trial in trials)
+        ):
+            for trial in trials:
+                trial.leave_to_native("a training step gains less than leaving native costs it")
+            plans.entries.pop(self.key, None)
 
     def _forget_if_native(self, choice: Choice) -> None:
         """After a trial that native won, the plan is native's all through; with gradients the next call finds out."""

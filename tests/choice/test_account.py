@@ -32,6 +32,15 @@ def test_time_that_the_process_computes_pays_a_debt():
     assert account.allows(500.0 / SHARE)
 
 
+def test_time_before_the_first_trial_pays_for_nothing():
+    account = Account()
+    account.begun(100.0, 1e9)
+    account.begun(100.0, 2e9)
+    account.excess_us = CALLS * 100.0 + 500.0
+    assert not account.allows(1e9 + 499.0 / SHARE)
+    assert account.allows(1e9 + 500.0 / SHARE)
+
+
 def test_trials_that_save_time_pay_for_others():
     account = Account()
     account.begun(100.0)

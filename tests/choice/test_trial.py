@@ -271,14 +271,27 @@ def test_a_round_is_complete_if_the_last_one_who_was_due_is_dropped():
 def test_two_unusable_results_are_the_end_of_a_candidate():
     trial = Trial(["a", "b"])
     play(trial, of(), 1)
-    for _ in range(2):
-        assert trial.live == ["a", "b"]
-        assert trial.turn() == "a"
-        trial.unusable("a", 300.0)
+    assert trial.turn() == "a"
+    trial.unusable("a", 300.0)
+    assert play(trial, of(b=US), 1) == ["b"]  # others have their first call before it
+    assert trial.live == ["a", "b"]
+    assert trial.turn() == "a"
+    trial.unusable("a", 300.0)
     assert trial.live == ["b"]
     assert trial.excess_us == pytest.approx(600.0)
     assert trial.hopeless() == []
-    assert trial.turn() == "b"
+    assert trial.turn() in {NATIVE, "b"}
+
+
+def test_unusable_results_of_two_candidates_are_the_end_of_the_trial():
+    trial = Trial(["a", "b", "c"])
+    play(trial, of(), 1)
+    for name in "ab":
+        assert trial.outcome is None
+        assert trial.turn() == name
+        trial.unusable(name, 300.0)
+    assert trial.outcome is not None
+    assert (trial.outcome.algorithm, trial.outcome.cut_short) == (NATIVE, True)
 
 
 def test_unusable_results_need_not_be_in_a_row():

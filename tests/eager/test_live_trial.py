@@ -114,6 +114,29 @@ def test_where_native_wins_the_call_is_natives_again(race):
     assert [plan.native for plan in plans.entries.values()] == [True]
 
 
+@pytest.mark.parametrize(("us", "winner"), [(850.0, NATIVE), (500.0, "quick")])
+def test_what_a_training_step_saves_has_to_be_more_than_leaving_native_costs_it(race, us, winner):
+    """Faster in one direction only, which alone counts its own share of the cost: 25 us here. The step costs 280 us."""
+    race["quick"].us = race["slow"].us = 1100.0
+    race["quick"].us_of[Direction.BACKWARD_WEIGHT] = us
+    layer = convselect.SelectedConv2d(4, 4, 3, padding=1)
+    for _ in range(70):
+        layer(X.clone().requires_grad_()).square().sum().backward()
+    found = {t.problem.direction: t.choice for t in on_trial()}
+    assert found[Direction.BACKWARD_WEIGHT].algorithm == winner
+    assert found[Direction.BACKWARD_WEIGHT].source == "verify"
+    assert found[Direction.FORWARD].algorithm == found[Direction.BACKWARD_DATA].algorithm == NATIVE
+    assert [plan.native is True for plan in plans.entries.values()] == [winner == NATIVE]
+
+
+def test_directions_that_save_a_little_each_may_save_enough_together(race):
+    race["quick"].us, race["slow"].us = 850.0, 1100.0
+    layer = convselect.SelectedConv2d(4, 4, 3, padding=1)
+    for _ in range(70):
+        layer(X.clone().requires_grad_()).square().sum().backward()
+    assert {t.choice.algorithm for t in on_trial()} == {"quick"}
+
+
 def test_a_trusted_favourite_runs_from_the_very_first_call_on(race):
     race.model._ranked.remove("quick")
     race.model._ranked.insert(0, "quick")
