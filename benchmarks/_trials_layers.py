@@ -160,8 +160,8 @@ class First:
         """Calls until it was settled; None if it was open to the end."""
         return None if self.opened == self.calls else self.opened + 1
 
-    def ratio(self, calls: int) -> float:
-        return sum(self.default_us[:calls]) / sum(self.native_us[:calls])
+    def ratio(self, calls: int, after: int = 0) -> float:
+        return sum(self.default_us[after:calls]) / sum(self.native_us[after:calls])
 
     @property
     def excess(self) -> float:
