@@ -16,6 +16,7 @@ from fake_model import FakePrediction, FakePredictor
 import convselect
 from convselect.base import lru, settings
 from convselect.base.problem import Direction
+from convselect.choice import trial
 from convselect.choice.choose import NATIVE
 from convselect.eager import live_trial, resolve
 from convselect.eager.live_trial import LiveTrial
@@ -79,6 +80,8 @@ def racing(store: Path | str = "off") -> Iterator[dict[str, Timed]]:
             patch.setitem(BY_NAME, name, algorithm)
         for name in ("_wall_ns", "_thread_ns"):
             patch.setattr(live_trial, name, clock)
+        patch.setattr(live_trial, "plan_cost_us", lambda problem, native_us: 25.0)
+        patch.setattr(trial, "EARLY_ROUNDS", trial.MIN_ROUNDS)  # time to look at an open trial
         predictor = Likes(SLOW, QUICK)
         patch.setattr(loaded, "get", lambda: predictor)
         process.configure(store)

@@ -30,15 +30,15 @@ class Account:
         self._since_us = 0.0
 
     def begun(self, native_us: float, computed_us: float = 0.0) -> None:
-        """A trial of a problem has begun, of which one call takes native this long, after the process has computed for
-        `computed_us`."""
+        """A trial of a problem has begun, of which one call takes native this long, after all threads of the process
+        have computed for `computed_us`."""
         if self.trials == 0:
             self._since_us = computed_us
         self.native_us += native_us
         self.trials += 1
 
-    def allows(self, computed_us: float) -> bool:
-        """Whether another trial may begin, after the process has computed for this long."""
+    def allows(self, computed_us: float, threads: int = 1) -> bool:
+        """Whether another trial, on this many threads, may begin, after all threads have computed for `computed_us`."""
         if self.trials == 0:
             return True
-        return self.excess_us <= CALLS * self.native_us / self.trials + SHARE * (computed_us - self._since_us)
+        return self.excess_us <= CALLS * self.native_us / self.trials + SHARE * (computed_us - self._since_us) / threads

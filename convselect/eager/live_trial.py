@@ -175,7 +175,7 @@ class LiveTrial:
             finally:
                 account.excess_us += trial.excess_us - before_us
                 if native_us is None and trial.native_us is not None:
-                    account.begun(trial.native_us, timing.computed_us() / self.problem.threads)
+                    account.begun(trial.native_us, timing.computed_us())
         finally:
             self._lock.release()
 
@@ -249,7 +249,7 @@ class LiveTrial:
         return not self._begun and (self.trial.native_us is not None or self.trial.favourite_is_next)
 
     def _allowed(self) -> bool:
-        return account.allows(timing.computed_us() / self.problem.threads)
+        return account.allows(timing.computed_us(), self.problem.threads)
 
     # ---- timing -------------------------------------------------------------------------------------------------
 

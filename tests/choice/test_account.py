@@ -39,6 +39,8 @@ def test_time_before_the_first_trial_pays_for_nothing():
     account.excess_us = CALLS * 100.0 + 500.0
     assert not account.allows(1e9 + 499.0 / SHARE)
     assert account.allows(1e9 + 500.0 / SHARE)
+    assert not account.allows(1e9 + 999.0 / SHARE, threads=2)
+    assert account.allows(1e9 + 1000.0 / SHARE, threads=2)
 
 
 def test_trials_that_save_time_pay_for_others():

@@ -30,6 +30,7 @@ def store(tmp_path):
 def race(monkeypatch, store):
     """A pool of native, "quick" and "slow" on an invented clock, with a model that likes both; policy "verify"."""
     race = Race()
+    live_trial.account.clear()
     for name, algorithm in race.items():
         monkeypatch.setitem(BY_NAME, name, algorithm)
     monkeypatch.setattr(live_trial, "_wall_ns", race.clock)

@@ -1,4 +1,4 @@
-"""Rows of measurements, and what leaving native costs."""
+"""What leaving native costs in a program."""
 
 from __future__ import annotations
 
