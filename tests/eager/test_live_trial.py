@@ -129,6 +129,21 @@ def test_what_a_training_step_saves_has_to_be_more_than_leaving_native_costs_it(
     assert [plan.native is True for plan in plans.entries.values()] == [winner == NATIVE]
 
 
+def test_where_only_the_forward_direction_leaves_native_all_gradients_are_natives(race):
+    race["quick"].us = race["slow"].us = 1100.0
+    race["quick"].us_of[Direction.FORWARD] = 300.0
+    layer, plain = convselect.SelectedConv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+    plain.load_state_dict(layer.state_dict())
+    for _ in range(70):
+        for module in (layer, plain):
+            module.zero_grad()
+            module(X.clone().requires_grad_()).square().sum().backward()
+        assert torch.equal(layer.weight.grad, plain.weight.grad)
+        torch.testing.assert_close(layer.bias.grad, plain.bias.grad)
+    assert {t.problem.direction for t in on_trial() if t.choice.algorithm == "quick"} == {Direction.FORWARD}
+    assert torch.equal(layer.bias.grad, plain.bias.grad)  # it comes with the weight's
+
+
 def test_directions_that_save_a_little_each_may_save_enough_together(race):
     race["quick"].us, race["slow"].us = 850.0, 1100.0
     layer = convselect.SelectedConv2d(4, 4, 3, padding=1)
