@@ -13,7 +13,7 @@ CSRC := setup.py $(wildcard convselect/kernels/csrc/*)
 # Tests start many processes: none should have to compile its modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo check test test-most test-interpreted lint bench docs dist setup install native clean
+.PHONY: demo check test lint bench docs dist setup install native clean
 
 demo: $(READY)
 	$(BIN)/convselect demo
@@ -22,17 +22,9 @@ demo: $(READY)
 check: lint
 	$(BIN)/python -m pytest -q -n $(WORKERS) -m "not slow and not process and not compile and not sanitizer and not docs"
 
-# The interpreted tests are on their own, since TRITON_INTERPRET has to be set before triton is imported. They take what
-# the others, which wait for files and locks now and then, leave of the cores.
 test: $(READY)
-	$(MAKE) --no-print-directory -j 2 test-most test-interpreted
-
-test-most: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-
-test-interpreted: $(READY)
-	@TRITON_INTERPRET=1 nice -n 10 $(BIN)/python -m pytest -q -p no:cacheprovider -n $(WORKERS) tests/interpreted > $(VENV)/interpreted.txt 2>&1; \
-	status=$$?; tail -n 60 $(VENV)/interpreted.txt; exit $$status
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(WORKERS) tests/interpreted
 
 lint: $(READY)
 	$(BIN)/ruff check .

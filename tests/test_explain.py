@@ -291,7 +291,7 @@ def test_a_trial_that_has_to_wait_says_so(race, monkeypatch):
         layer(X)
         (row,) = convselect.explain(layer, X)
         assert (row.trial.leader, row.trial.waiting) == (SLOW, False)
-        monkeypatch.setattr(type(live_trial.account), "allows", lambda self, computed_us: False)
+        monkeypatch.setattr(type(live_trial.account), "allows", lambda self, *_: False)
         found = convselect.explain(layer, X)
         (row,) = found
         assert (row.algorithm, row.source, row.trial.waiting) == ("native", "trial", True)

@@ -37,6 +37,10 @@ class Account:
         self.native_us += native_us
         self.trials += 1
 
+    def forked(self) -> None:
+        """The CPU time of a forked process begins at 0."""
+        self._since_us = 0.0
+
     def allows(self, computed_us: float, threads: int = 1) -> bool:
         """Whether another trial, on this many threads, may begin, after all threads have computed for `computed_us`."""
         if self.trials == 0:

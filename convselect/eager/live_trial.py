@@ -463,6 +463,7 @@ def _must_repeat(device: torch.device) -> bool:
 def _count_fork() -> None:
     global _forks
     _forks += 1
+    account.forked()
 
 
 if hasattr(os, "register_at_fork"):

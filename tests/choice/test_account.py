@@ -43,6 +43,14 @@ def test_time_before_the_first_trial_pays_for_nothing():
     assert account.allows(1e9 + 1000.0 / SHARE, threads=2)
 
 
+def test_in_a_forked_process_time_begins_at_0():
+    account = Account()
+    account.begun(100.0, 1e9)
+    account.excess_us = CALLS * 100.0 + 500.0
+    account.forked()
+    assert account.allows(500.0 / SHARE)
+
+
 def test_trials_that_save_time_pay_for_others():
     account = Account()
     account.begun(100.0)
