@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 
 import pytest
@@ -343,3 +344,21 @@ def test_natives_errors_are_the_users_and_the_trial_goes_on(race):
     trial = call_until_settled()
     assert trial.choice.algorithm == "quick"
     assert trial.trial.rounds >= EARLY_ROUNDS
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_weight_that_is_not_finite_makes_no_algorithm_wrong(value):
+    """Whether it meets the zeros beyond the edge differs between kernels, so a check must not say so."""
+    problem = conv_problem(1, 3, 8, 8, 4, 3, 3, direction="backward_data", padding=1)
+    grad_y, weight = torch.randn(1, 4, 8, 8), torch.randn(4, 3, 3, 3)
+    result = torch.full((1, 3, 8, 8), value)
+    try:
+        bad = weight.clone()
+        bad[0, 0, 0, 0] = value
+        assert checks.is_right("direct", result, grad_y, bad, problem, None, places=50)
+        assert "direct" not in distrusted
+        with pytest.warns(convselect.ConvselectWarning, match="direct is wrong"):
+            assert not checks.is_right("direct", result, grad_y, weight, problem, None)
+    finally:
+        convselect.clear()
+        _warnings._given.discard("wrong:direct")
