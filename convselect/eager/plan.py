@@ -93,7 +93,8 @@ def make_plan(
         return _Native()
     plan = Plan(problem, settings, result_strides(x, weight, problem))
     plan.cast = cast if isinstance(cast, torch.dtype) else None
-    plan.found, plan.needs_grad, plan._judged = found, needs_grad, not needs_grad
+    plan.found, plan.needs_grad = found, needs_grad
+    plan._judged = not needs_grad or problem.device != "cpu"  # a GPU's queue hides what a step costs the host
     return plan
 
 
@@ -264,13 +265,13 @@ class Plan(Entry):
         if any(isinstance(found, LiveTrial) for _, found in chosen):
             return
         self._judged = True
-        left = [found_for(problem, self.settings) for problem, found in chosen if not is_native(found)]
-        trials = [found for found in left if isinstance(found, LiveTrial)]
+        left = [problem for problem, found in chosen if not is_native(found)]
+        held = {problem: found_for(problem, self.settings) for problem, _ in chosen}
+        trials = [found for problem in left if isinstance(found := held[problem], LiveTrial)]
         if not left or len(trials) < len(left):
             return  # what has no trial here is known to gain from elsewhere
-        if sum(trial.saved_us for trial in trials) < step_cost_us(
-            max(trial.trial.native_us or 0.0 for trial in trials)
-        ):
+        slowest_us = max(found.trial.native_us or 0.0 for found in held.values() if isinstance(found, LiveTrial))
+        if sum(trial.saved_us for trial in trials) < step_cost_us(slowest_us):
             for trial in trials:
                 trial.leave_to_native("a training step gains less than leaving native costs it")
             plans.entries.pop(self.key, None)
