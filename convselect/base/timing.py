@@ -230,7 +230,8 @@ def assert_timer_sane(clock: Clock = SYSTEM_CLOCK) -> None:
         readings = [read() for _ in range(1000)]
         if any(later < earlier for earlier, later in itertools.pairwise(readings)):
             raise AssertionError(f"{name} ran backwards")
-    timings = interleaved({"once": spin(100_000), "twice": spin(200_000)}, 9, clock=clock)
+    # Well under a time slice, which is 3 ms or more: on a busy core some of the calls then run without a break.
+    timings = interleaved({"once": spin(20_000), "twice": spin(40_000)}, 25, clock=clock)
     for name, thread in (("wall_ns", False), ("thread_ns", True)):
         once, twice = (t.on_thread_clock if thread else t for t in (timings["once"], timings["twice"]))
         if once.min_us <= 0:
