@@ -1,14 +1,15 @@
 """The one table of tolerances. Every row has a reason; nothing loosens it in CI.
 
-Errors are relative L2 norms against float64 (`reference.py` on the same inputs): ||got - want|| / ||want||.
-L2 because a transform method's error is spread over a tile, and there element-wise relative errors near zero mean
-nothing; element-wise trouble (a wrong tail, a NaN) is far above every row here.
+Errors of whole results are relative L2 norms against float64 (`reference.py` on the same inputs): ||got - want|| /
+||want||. A norm cannot see a few bad elements beside large ones, so single results have a bound of their own:
+`elementwise`.
 """
 
 from __future__ import annotations
 
 from convselect.base.problem import ConvProblem, Direction
 from convselect.kernels._contract import Algorithm, Grade
+from convselect.kernels._spot_check import limit
 
 # (dtype, grade) -> relative L2 error
 FORWARD: dict[tuple[str, Grade], float] = {
@@ -45,3 +46,9 @@ def tolerance(algorithm: Algorithm, problem: ConvProblem) -> float:
     if problem.element_bytes == 2 and algorithm.name.startswith("native"):
         bound *= NATIVE_16_BIT_FACTOR
     return bound * WEIGHT_GRADIENT_FACTOR if problem.direction == Direction.BACKWARD_WEIGHT else bound
+
+
+def elementwise(algorithm: Algorithm, problem: ConvProblem) -> float:
+    """The bound for each single result, in eps times the size of its sum (all |a||b| that it adds up), or of the median
+    one of its image if that is larger. docs/budgets.md has the reasons; users' results are checked by the same."""
+    return limit(algorithm, problem)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from convselect.base.problem import ConvProblem, Direction
+from convselect.kernels._range import carries
 from convselect.kernels._space import Space
 
 Params = Mapping[str, Any] | None
@@ -125,12 +126,13 @@ class Algorithm(ABC):
         self, a: Tensor, b: Tensor, problem: ConvProblem, params: Params = None, bias: Tensor | None = None
     ) -> Tensor | None:
         """What dispatch calls: `run`, plus `bias` (K,) in the forward direction. None if `spreads_nonfinite` and the
-        result holds an infinity or a NaN; the call then has to run native instead.
+        result holds an infinity or a NaN, or the operands a value that may spoil results that do not see it; the call
+        then has to run native instead.
 
         Algorithms whose kernels add the bias or do the check override this; here each is one more pass over the result.
         """
         result = self.run(a, b, problem, params)
-        if self.spreads_nonfinite and not is_finite(result):
+        if self.spreads_nonfinite and not (is_finite(result) and carries(a, b, problem)):
             return None
         return result if bias is None else result.add_(bias.view(-1, 1, 1))
 

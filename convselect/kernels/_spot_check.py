@@ -2,9 +2,9 @@
 
 Errors are counted in units of eps * size. `size` is the sum of |a||b| over the products that the result is the sum of,
 plus |bias|; eps is float32's, float64's for float64. What rounding a result to 16 bit may add is subtracted first. A
-transform's rounding errors come from anywhere in an image, so for an algorithm that `spreads` a place over the limit is
-looked at again with the image's largest value in place of each value. Beside one very large value, small mistakes pass.
-`limit` says how much is allowed; docs/budgets.md how it was measured.
+transform spreads its rounding errors over a tile, so for an algorithm that `spreads` a place over the limit is looked
+at again: its size counts as at least that of most other results of the image. `limit` says how much is allowed;
+docs/budgets.md how it was measured.
 
 Places that cannot be judged are passed over: sums that are not finite, or so large that they may overflow.
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from convselect.base.problem import ConvProblem, Direction
 from convselect.kernels import _library, _spot_check_torch
-from convselect.kernels._contract import Algorithm, Grade
+from convselect.kernels._contract import Algorithm
 from convselect.kernels._spot_check_torch import SCALES, Finding
 
 DTYPES = {**_library.DTYPES, "float64": 3}
@@ -75,8 +75,11 @@ def places_within(problem: ConvProblem, strides: Strides, places: int, most_term
     return max(1, min(places, most_terms // max(1, _terms(p))))
 
 
-# What a transform may add, in eps of the size that the whole image has.
-SPREADING = {Grade.DIRECT: 64.0, Grade.CLOSE: 1000.0, Grade.LOOSE: 1000.0}
+SPREADING = 3000.0
+"""What a transform may add, in eps of the size of a result, or of a usual one of its image if that is larger. Tiles
+that would exceed it are computed as direct sums (csrc/winograd_range.inc, `_range.py`)."""
+SPREADING_OF_WEIGHT = 8000.0
+"""The same in a weight gradient, where the whole image is one sum."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -94,8 +97,7 @@ def limit(algorithm: Algorithm, problem: ConvProblem) -> float:
     if p.direction == Direction.BACKWARD_WEIGHT and not by_pytorch:
         most = 16 + min(n / 2, 8 * n**0.5)
     if algorithm.spreads_nonfinite:
-        # In 16 bit the grade says how much is left after rounding; here that has been subtracted.
-        most += SPREADING[algorithm.error_grade(p._replace(dtype="float32") if p.element_bytes == 2 else p)]
+        most += SPREADING_OF_WEIGHT if p.direction == Direction.BACKWARD_WEIGHT else SPREADING
     if p.element_bytes == 2 and p.direction != Direction.FORWARD and algorithm.name.startswith("native"):
         # PyTorch's slow paths add up in 16 bit, one rounding per tap, or per image.
         roundings = p.N / 4 if p.direction == Direction.BACKWARD_WEIGHT else p.R * p.S / 4
