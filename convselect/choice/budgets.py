@@ -49,6 +49,10 @@ def over_budget(algorithm: Algorithm, problem: ConvProblem, settings: Settings) 
         return f"{name} may give other bits in every run; deterministic results are asked for."
     if settings.batch_invariant and problem.device != "cpu" and algorithm.may_be_unready:
         return f"{name} may not be ready at once, so that native would run at first; batch invariance rules that out."
+    if settings.precision == "exact" and not algorithm.direct_sums:
+        return (
+            f"{name} is a transform, whose results are not sums of their own products; precision 'exact' needs those."
+        )
     grade = algorithm.error_grade(problem)
     if grade > GRADE_OF_PRECISION[settings.precision]:
         most = GRADE_OF_PRECISION[settings.precision].name
