@@ -278,7 +278,7 @@ def _row(layer: str, problem: ConvProblem, used: Settings) -> Row:
 def _prediction(problem: ConvProblem, used: Settings, *, timed: bool) -> Prediction | None:
     """What the model says of this problem, with what trials have taught if the choice was made by that. If the problem
     itself was timed that would be its own result: then the model alone."""
-    predictor = loaded.get_for(problem) if used.chooses else None
+    predictor = loaded.get_for(problem) if used.chooses and not problem.is_oversized else None
     prediction = None if predictor is None else predictor.predict(problem)
     if prediction is None or timed or used.policy not in TIMING or problem.deterministic or used.batch_invariant:
         return prediction

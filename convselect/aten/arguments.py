@@ -114,6 +114,7 @@ def valid(p: ConvProblem, x: Tensor, weight: Tensor, bias: Tensor | None, geomet
         (_INT.issuperset(map(type, (*steps, *pads))) or all(isinstance(n, int) for n in (*steps, *pads)))
         and min(steps) > 0
         and min(pads) >= 0
+        and max(*steps, *pads) < 2**63
         and not (geometry[1] == "same" and (p.stride_h, p.stride_w) != (1, 1))
         and x.numel() > 0
         and weight.numel() > 0
@@ -121,6 +122,7 @@ def valid(p: ConvProblem, x: Tensor, weight: Tensor, bias: Tensor | None, geomet
         and p.K % p.groups == 0
         and p.H + p.pad_top + p.pad_bottom >= p.kernel_extent[0]
         and p.W + p.pad_left + p.pad_right >= p.kernel_extent[1]
+        and p.is_possible
         and weight.dtype == x.dtype
         and weight.device == x.device
         and x.layout == weight.layout == torch.strided

@@ -14,7 +14,7 @@ from convselect.machine import memory
 NATIVE = "native"
 ASKED_FROM_BYTES = 16 * 2**20
 """Workspaces up to this size are always allowed; only for larger ones the free memory is looked up (50 us)."""
-
+OVERSIZED = "Sizes, strides and paddings from 2**31 on, and images that no memory holds, are left to PyTorch."
 
 distrusted: dict[str, str] = {}
 """Algorithms that gave a wrong result in this process -> a sentence about it. They are never chosen again."""
@@ -43,6 +43,8 @@ def over_budget(algorithm: Algorithm, problem: ConvProblem, settings: Settings) 
     name = algorithm.name
     if name == NATIVE:
         return None
+    if problem.is_oversized:
+        return OVERSIZED
     if is_disabled(name, settings.disabled):
         return f"{name} is disabled (CONVSELECT_DISABLE or use(disable=...))."
     if problem.deterministic and not algorithm.deterministic(problem):

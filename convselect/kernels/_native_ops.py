@@ -65,6 +65,7 @@ def wrong_in_channels_last(problem: ConvProblem) -> bool:
 
     - forward, strided, one input channel per group: outputs stay unwritten if the result is one column wide; with a
       single channel in all, glibc may abort. Seen with strides along one axis only.
+    - weight gradients, strided and dilated: those of groups are off by their own size if the padding is wide.
     - 16-bit weight gradients with dilated rows, or of strided results at most two columns wide: garbage, up to 1e20.
 
     In contiguous layout the same calls are right.
@@ -75,16 +76,20 @@ def wrong_in_channels_last(problem: ConvProblem) -> bool:
     strided, few = p.stride != (1, 1), min(p.P, p.Q)
     if p.direction == Direction.FORWARD:
         return strided and (p.C == 1 or (p.groups == p.C and few == 1))
-    if p.direction == Direction.BACKWARD_WEIGHT and p.element_bytes == 2:
-        return p.dilation != (1, 1) or (strided and few <= 2)
-    return False
+    if p.direction == Direction.BACKWARD_DATA:
+        return False
+    half = p.element_bytes == 2
+    return (p.dilation != (1, 1) and (strided or half)) or (half and strided and few <= 2)
+
+
+_MANY_TAPS = 4096  # no kernel, but views of one number have as many as they like
 
 
 def _axis_meets_only_padding(
     size: int, out: int, taps: int, stride: int, dilation: int, before: int, after: int
 ) -> bool:
     # The first or the last window lies outside, or one may step over the image between two taps.
-    if max(before, after) > dilation * (taps - 1) or size < dilation:
+    if max(before, after) > dilation * (taps - 1) or size < dilation or taps > _MANY_TAPS:
         return True
     for tap in range(taps):
         offset = tap * dilation - before

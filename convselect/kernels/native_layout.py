@@ -42,8 +42,7 @@ class NativeLayout(Algorithm):
         if self._layout == CHANNELS_LAST and wrong_in_channels_last(problem):
             return (
                 "Moving to channels_last needs a kernel of oneDNN's that is right there; it has none for strided "
-                "convolutions of single channels, and for 16-bit weight gradients that are dilated, or strided and "
-                "narrow."
+                "convolutions of single channels, and for weight gradients that are dilated, or strided and narrow."
             )
         return None
 

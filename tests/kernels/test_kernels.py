@@ -309,6 +309,8 @@ DILATED = (
     dict(size=(1, 16, 5, 32, 16, 3, 5), padding=(0, 4), dilation=(2, 1), groups=8),
     dict(size=(2, 32, 40, 1, 128, 1, 7), stride=(1, 3), padding=(0, 4), dilation=(3, 1), groups=8),
     dict(size=(1, 2, 31, 3, 4, 5, 7), stride=(1, 4), padding=(0, 4), dilation=(3, 1)),
+    dict(size=(1, 8, 10, 50, 16, 2, 7), stride=2, padding=(0, 18), dilation=(1, 3), groups=8, dtype="float32"),
+    dict(size=(1, 16, 10, 50, 16, 2, 3), stride=2, padding=(0, 18), dilation=(1, 9), groups=8, dtype="float32"),
 )
 """Shapes found by random search in which oneDNN is wrong in channels_last, some of them only on some processors."""
 
