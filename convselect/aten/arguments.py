@@ -4,6 +4,7 @@ whether the weight is one whose results people compare with ==."""
 from __future__ import annotations
 
 import ctypes
+import struct
 from typing import Any
 
 import torch
@@ -173,9 +174,20 @@ def cast_like_autocast(t: Tensor, dtype: torch.dtype | bool) -> Tensor:
 _FIRST = 16
 _GRAIN = 256.0
 """Multiples of 1/256 count as whole: binomial filters of 5x5 and Sobel's over 8 are exact sums as well."""
+_BYTES = ctypes.c_char * (2 * _FIRST)
+
+
+def _read_bfloat16(address: int) -> Any:
+    """float32 with zeros below."""
+    words = struct.unpack(f"={_FIRST}H", _BYTES.from_address(address))
+    return struct.unpack(f"={_FIRST}f", struct.pack(f"={_FIRST}I", *[word << 16 for word in words]))
+
+
 _READ: dict[torch.dtype, Any] = {
     torch.float32: (ctypes.c_float * _FIRST).from_address,
     torch.float64: (ctypes.c_double * _FIRST).from_address,
+    torch.float16: lambda address: struct.unpack(f"={_FIRST}e", _BYTES.from_address(address)),
+    torch.bfloat16: _read_bfloat16,
 }
 _MOST_WEIGHTS = 4096
 _unwrapped: Any = torch._C._functorch.get_unwrapped
