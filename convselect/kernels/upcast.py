@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from convselect.base.problem import CHANNELS_LAST, ConvProblem
+from convselect.base.problem import ConvProblem
 from convselect.kernels._common import cast_bytes
 from convselect.kernels._contract import Algorithm, Grade, Params
 from convselect.kernels._native_ops import (
@@ -39,7 +39,7 @@ class Upcast(Algorithm):
 
     def forward(self, x: Tensor, weight: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
         x_32, p = x.float(), _float32(problem)
-        if problem.layout == CHANNELS_LAST and wrong_in_channels_last(p):
+        if wrong_in_channels_last(p):  # one channel may have either layout's strides
             x_32, weight = plainly_contiguous(x_32), plainly_contiguous(weight)
         return native_forward(x_32, weight.float(), p).to(x.dtype)
 

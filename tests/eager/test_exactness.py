@@ -25,7 +25,7 @@ MASK[:, :, :6], MASK[:, :, 6:14, :6] = 1, 1
 
 @pytest.fixture(autouse=True)
 def winograd(monkeypatch):
-    use_fake(monkeypatch, "winograd6", "fft")
+    use_fake(monkeypatch, "winograd4", "fft")
 
 
 def layer_of(weight: torch.Tensor, *, policy: str | None = "auto", grad: bool = False) -> convselect.SelectedConv2d:
@@ -81,7 +81,7 @@ def test_layers_of_one_shape_each_get_what_they_ask_for(policy):
     for _ in range(40):
         assert is_exact(ones(MASK), MASK, ones.weight)
         trained(MASK)
-    assert not is_exact(layer_of(WEIGHTS["ones"], policy="winograd6")(MASK), MASK, ones.weight)  # what is at stake
+    assert not is_exact(layer_of(WEIGHTS["ones"], policy="winograd4")(MASK), MASK, ones.weight)  # what is at stake
     assert not is_exact(layer_of(TRAINED)(MASK), MASK, trained.weight)  # a trained weight runs as before
 
 
@@ -170,7 +170,7 @@ def test_it_is_the_plan_of_precision_exact_and_a_named_algorithm_runs():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 def test_precision_exact_admits_no_transform_in_any_direction(dtype):
-    for name in ("winograd2", "winograd3", "winograd4", "fft", "fft_tiled"):
+    for name in ("winograd2", "winograd3", "winograd6", "fft", "fft_tiled"):
         for direction in convselect.Direction:
             problem = conv_problem(2, 8, 20, 20, 8, 3, 3, padding=1, direction=direction, dtype=dtype)
             with convselect.use(policy="auto", precision="exact"):
@@ -182,9 +182,9 @@ def test_precision_exact_admits_no_transform_in_any_direction(dtype):
 def test_explain_says_so():
     model = nn.Sequential(layer_of(TRAINED), layer_of(WEIGHTS["ones"]))
     found = convselect.explain(model, MASK)
-    assert [row.algorithm for row in found] == ["winograd6", "native"]
+    assert [row.algorithm for row in found] == ["winograd4", "native"]
     assert "Direct sums only in 1:" in found.note
-    assert "precision 'exact'" in found.rows[1].why_not["winograd6"]
+    assert "precision 'exact'" in found.rows[1].why_not["winograd4"]
     assert convselect.explain(model[0], MASK).note == ""
 
 
@@ -221,7 +221,7 @@ def test_frozen_layers_go_by_the_folded_weight(monkeypatch):
 # ---- graphs ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("names", [("winograd6", "winograd6", "native"), ("", "", "")], ids=["named", "at run time"])
+@pytest.mark.parametrize("names", [("winograd4", "winograd4", "native"), ("", "", "")], ids=["named", "at run time"])
 def test_operators_of_graphs_look_at_the_weight_they_are_given(names):
     with convselect.use(policy="auto") as used:
         for weight in (WEIGHTS["ones"], TRAINED, WEIGHTS["whole"]):
@@ -231,9 +231,9 @@ def test_operators_of_graphs_look_at_the_weight_they_are_given(names):
             y = ops.conv2d(x, weight, None, (1, 1), (1, 1, 1, 1), (1, 1), 1, *names, str(used))
             (grad,) = torch.autograd.grad(y, x, MASK)
             assert is_exact(grad, MASK, weight.transpose(0, 1).flip(2, 3)) == (weight is not TRAINED)
-    with convselect.use("winograd6") as used:
+    with convselect.use("winograd4") as used:
         forced = ops.conv2d(
-            MASK, WEIGHTS["ones"], None, (1, 1), (1, 1, 1, 1), (1, 1), 1, *("winograd6",) * 3, str(used)
+            MASK, WEIGHTS["ones"], None, (1, 1), (1, 1, 1, 1), (1, 1), 1, *("winograd4",) * 3, str(used)
         )
     assert not is_exact(forced, MASK, WEIGHTS["ones"])
 
