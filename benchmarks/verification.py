@@ -25,14 +25,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table as Shown
 
 from benchmarks._real_trials import really
+from convselect.choice.budgets import LEAST_FLOPS
 from convselect.choice.choose import NOMINATED, NOMINATION_GAP, NOMINATION_LEAST
 from convselect.choice.trial import NATIVE, Prior, Trial, replay
 from convselect.eager.resolve import FAVOURITE, PRIOR_SD
+from convselect.kernels.pool import BY_NAME
 from convselect.machine.environment import run_environment
 from convselect.model import evaluate as ev
 from convselect.model.dataset import Table
@@ -48,6 +51,14 @@ COLUMNS = (
     "of oracle", "p10", "slower > 2 %", "> 5 %", "worst", "settled", "turns",
     "first 100: all", "median", "p95", "worst",
 )  # fmt: skip
+
+
+def too_small(table: Table) -> npt.NDArray[np.bool_]:
+    """(n, c): transforms of problems that are not worth their rounding errors, as `budgets.refusal` has it. The oracle
+    may take them."""
+    flops = np.array([problem.flops for problem in table.problems])
+    transforms = np.array([name in BY_NAME and not BY_NAME[name].direct_sums for name in table.names])
+    return (flops < LEAST_FLOPS)[:, None] & transforms[None]
 
 
 def honest(gains: ev.Floats, times_us: ev.Floats) -> dict[int, float]:
@@ -129,7 +140,8 @@ def measure(times: Path, fold: int, steps: int, limit: int | None = None) -> dic
     folds, _ = ev.split(table, "family", 5, 0)
     model = learner(Recipe(steps=steps))(table.part(folds != fold))
     held = table.part(np.flatnonzero(folds == fold)[:limit])
-    gains, times_us = model(held), ev.admitted(held)
+    times_us = ev.admitted(held)
+    gains = np.where(too_small(held), -np.inf, model(held))
     alone = ev.chosen(gains, times_us, MARGIN)
     result = {"native": figures(np.zeros(len(alone), np.int64), times_us), "model alone": figures(alone, times_us)}
     for sd, spikes in NOISE:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from convselect.aten.arguments import problems_of
+from convselect.aten.arguments import problems_of, wants_direct_sums
 from convselect.base import settings
 from convselect.base.problem import ConvProblem
 from convselect.base.settings import TIMING, Settings
@@ -184,11 +184,16 @@ def explain(target: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:
     """
     rows: list[Row] = []
     seen: set[Any] = set()
+    direct: dict[str, None] = {}
 
     def record(name: str, layer: nn.Conv2d, x: Tensor) -> None:
         policy = getattr(layer, "policy", None)
         current = settings.current()
         used = current if policy is None else settings.with_policy(current, policy)
+        wanted = torch.is_grad_enabled() and layer.weight.requires_grad
+        if used.chooses and used.precision != "exact" and not wanted and wants_direct_sums(layer.weight):
+            used = settings.exactly(used)
+            direct[name] = None
         for problem in problems_of(layer, x):
             if (name, problem) not in seen:
                 seen.add((name, problem))
@@ -198,8 +203,13 @@ def explain(target: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:
         target(*inputs, **kwargs)
     predictors = [loaded.get_for(row.problem) for row in rows] if rows else [loaded.get()]
     silent = settings.current().chooses and not any(predictors)
-    note = "No trained model is in use on this machine: automatic choices are native." if silent else ""
-    return Explanation(tuple(rows), note)
+    notes = ["No trained model is in use on this machine: automatic choices are native."] if silent else []
+    if direct:
+        names = "" if list(direct) == [""] else f" in {', '.join(direct)}"
+        notes.append(
+            f"Direct sums only{names}: the weight has no negative value, whole numbers, or one value per filter."
+        )
+    return Explanation(tuple(rows), " ".join(notes))
 
 
 @contextmanager
@@ -268,7 +278,7 @@ def _row(layer: str, problem: ConvProblem, used: Settings) -> Row:
 def _prediction(problem: ConvProblem, used: Settings, *, timed: bool) -> Prediction | None:
     """What the model says of this problem, with what trials have taught if the choice was made by that. If the problem
     itself was timed that would be its own result: then the model alone."""
-    predictor = loaded.get_for(problem) if used.chooses else None
+    predictor = loaded.get_for(problem) if used.chooses and not problem.is_oversized else None
     prediction = None if predictor is None else predictor.predict(problem)
     if prediction is None or timed or used.policy not in TIMING or problem.deterministic or used.batch_invariant:
         return prediction

@@ -46,6 +46,7 @@ def conv2d(
         ValueError: `policy` names no algorithm.
         RuntimeError, TypeError: as `torch.nn.functional.conv2d` for the same arguments.
     """
+    given = (stride, padding, dilation, groups)
     # An int and a pair of that int are the same call and share one cache entry.
     if type(stride) is int:
         stride = (stride, stride)
@@ -56,4 +57,8 @@ def conv2d(
     geometry = (stride, padding, dilation, groups)
     if _is_dynamo_compiling() or _is_exporting():
         return graph.conv2d(input, weight, bias, geometry, policy)
-    return dispatch.conv2d(input, weight, bias, geometry, policy)
+    try:
+        return dispatch.conv2d(input, weight, bias, geometry, policy)
+    except TypeError:
+        torch.conv2d(input, weight, bias, *given)  # type: ignore[arg-type, call-overload]  # its error, for what was given
+        raise

@@ -38,7 +38,7 @@ def test_a_model_is_explained_per_layer_and_direction(monkeypatch):
     model = network()
     convselect.convert(model)
     statistics = model[1].running_mean.clone()
-    found = convselect.explain(model, torch.randn(2, 3, 12, 12))
+    found = convselect.explain(model, torch.randn(2, 3, 20, 20))
     assert [(r.layer, r.direction, r.algorithm) for r in found] == [
         ("0", "forward", "winograd4"),  # the image needs no gradient
         ("0", "backward_weight", "winograd4"),
@@ -49,7 +49,7 @@ def test_a_model_is_explained_per_layer_and_direction(monkeypatch):
     assert torch.equal(model[1].running_mean, statistics)
     assert model[1].num_batches_tracked == 0
     with torch.no_grad():
-        assert {r.direction for r in convselect.explain(model, torch.randn(2, 3, 12, 12))} == {"forward"}
+        assert {r.direction for r in convselect.explain(model, torch.randn(2, 3, 20, 20))} == {"forward"}
 
 
 def test_what_is_explained_is_what_runs(monkeypatch):
@@ -103,9 +103,9 @@ def test_forced_and_refused():
 
 def test_it_prints_and_serialises(monkeypatch):
     use_fake(monkeypatch, "winograd4")
-    found = convselect.explain(network(), torch.randn(1, 3, 12, 12))
+    found = convselect.explain(network(), torch.randn(1, 3, 20, 20))
     text = str(found)
-    assert "1x3x12x12 -> 8, 3x3 p1" in text
+    assert "1x3x20x20 -> 8, 3x3 p1" in text
     assert "winograd4" in text
     assert "not winograd6:" in found.details()
     data = json.loads(found.to_json())
@@ -117,7 +117,7 @@ def test_a_model_is_summed_up_per_direction(monkeypatch):
     use_fake(monkeypatch, "winograd4", "im2col_gemm", gain=2.0)
     model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3), nn.Conv2d(8, 512, 1))
     with torch.no_grad():
-        found = convselect.explain(model, torch.randn(1, 8, 12, 12))
+        found = convselect.explain(model, torch.randn(1, 8, 20, 20))
     said = found.summary()
     assert said == {
         "forward": {
@@ -179,7 +179,7 @@ def test_native_settled_by_timing_is_as_fast_as_native(monkeypatch):
 
 # ---- trials ---------------------------------------------------------------------------------------------------------
 
-X = torch.randn(2, 4, 10, 10)
+X = torch.randn(2, 4, 20, 20)
 
 
 @pytest.fixture

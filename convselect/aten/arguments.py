@@ -1,13 +1,17 @@
-"""From the arguments of a call to its problem: what it is, whether aten would accept it, and what autocast casts."""
+"""From the arguments of a call to its problem: what it is, whether aten would accept it, what autocast casts, and
+whether the weight is one whose results people compare with ==."""
 
 from __future__ import annotations
 
+import ctypes
+import struct
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from convselect.aten.strides import in_functorch, result_strides
+from convselect.base.lru import on_clear
 from convselect.base.problem import (
     CHANNELS_LAST,
     CONTIGUOUS,
@@ -111,6 +115,7 @@ def valid(p: ConvProblem, x: Tensor, weight: Tensor, bias: Tensor | None, geomet
         (_INT.issuperset(map(type, (*steps, *pads))) or all(isinstance(n, int) for n in (*steps, *pads)))
         and min(steps) > 0
         and min(pads) >= 0
+        and max(*steps, *pads) < 2**63
         and not (geometry[1] == "same" and (p.stride_h, p.stride_w) != (1, 1))
         and x.numel() > 0
         and weight.numel() > 0
@@ -118,6 +123,7 @@ def valid(p: ConvProblem, x: Tensor, weight: Tensor, bias: Tensor | None, geomet
         and p.K % p.groups == 0
         and p.H + p.pad_top + p.pad_bottom >= p.kernel_extent[0]
         and p.W + p.pad_left + p.pad_right >= p.kernel_extent[1]
+        and p.is_possible
         and weight.dtype == x.dtype
         and weight.device == x.device
         and x.layout == weight.layout == torch.strided
@@ -161,3 +167,102 @@ def cast_like_autocast(t: Tensor, dtype: torch.dtype | bool) -> Tensor:
     if isinstance(dtype, torch.dtype) and t.is_floating_point() and t.dtype != torch.float64:
         return t.to(dtype)
     return t
+
+
+# ---- weights that ask for direct sums -------------------------------------------------------------------------------
+
+_FIRST = 16
+_GRAIN = 256.0
+"""Multiples of 1/256 count as whole: binomial filters of 5x5 and Sobel's over 8 are exact sums as well."""
+_BYTES = ctypes.c_char * (2 * _FIRST)
+
+
+def _read_bfloat16(address: int) -> Any:
+    """float32 with zeros below."""
+    words = struct.unpack(f"={_FIRST}H", _BYTES.from_address(address))
+    return struct.unpack(f"={_FIRST}f", struct.pack(f"={_FIRST}I", *[word << 16 for word in words]))
+
+
+_READ: dict[torch.dtype, Any] = {
+    torch.float32: (ctypes.c_float * _FIRST).from_address,
+    torch.float64: (ctypes.c_double * _FIRST).from_address,
+    torch.float16: lambda address: struct.unpack(f"={_FIRST}e", _BYTES.from_address(address)),
+    torch.bfloat16: _read_bfloat16,
+}
+_MOST_WEIGHTS = 4096
+_unwrapped: Any = torch._C._functorch.get_unwrapped
+_is_wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor
+
+# (address, elements) of a weight whose first elements do not tell -> places in memory that do, or its version if there
+# are none. Either may be of a weight that is no more: places are read again, and a version that is out of date costs
+# speed, not exactness. No lock: threads that meet here look twice at most.
+_weights: dict[tuple[int, int], tuple[int, ...] | int] = {}
+on_clear(_weights.clear)
+
+
+def wants_direct_sums(weight: Tensor) -> bool:
+    """Whether a weight (K, C/groups, R, S) counts or averages: it has no negative value, or whole numbers only
+    (multiples of 1/256), or a single value per filter. Results of such weights are compared with zero, rounded, or
+    taken the root of, which rounding errors of transforms break.
+
+    False is certain: it takes a negative value, a fraction and two values that differ, which this call has seen in the
+    weight. The first 16 elements of a trained weight show all three, in 1 to 2 us; otherwise all of it is read once.
+    True may be out of date if the weight has changed without its version counter (`.data.copy_`). Always False on a
+    GPU, which would have to synchronise.
+    """
+    if not weight.is_cpu:
+        return False
+    while _is_wrapped(weight):  # by transforms of torch.func: by the values of the whole batch
+        weight = _unwrapped(weight)
+    count, read = weight.numel(), _READ.get(weight.dtype)
+    filter_size = count // weight.shape[0]
+    dense = weight.is_contiguous() or weight.is_contiguous(memory_format=torch.channels_last)
+    if read is not None and dense and count >= _FIRST:
+        first = read(weight.data_ptr())[:]
+    else:
+        first = weight.detach().reshape(-1)[:_FIRST].tolist()
+    if min(first) < 0 and (first[0] * _GRAIN % 1 or any(value * _GRAIN % 1 for value in first)):
+        one = first if filter_size >= _FIRST else first[:filter_size]
+        if one[0] != max(one) or one[0] != min(one):
+            return False
+    return _looked_through(weight, dense, count, filter_size)
+
+
+def _looked_through(weight: Tensor, dense: bool, count: int, filter_size: int) -> bool:
+    key, version = (weight.data_ptr(), count), 0 if weight.is_inference() else weight._version
+    t = weight.detach()
+    flat = t.as_strided((count,), (1,)) if dense else t.reshape(-1)
+    known = _weights.get(key)
+    if known == version:
+        return True
+    if isinstance(known, tuple):
+        negative, fraction, other, same = (float(flat[place]) for place in known)
+        if negative < 0 and fraction * _GRAIN % 1 and other != same:
+            return False
+    places = _places(flat, filter_size)
+    if len(_weights) >= _MOST_WEIGHTS:
+        _weights.clear()
+    _weights[key] = version if places is None else places
+    return places is None
+
+
+def _places(flat: Tensor, filter_size: int) -> tuple[int, int, int, int] | None:
+    """Where there is a negative value, a fraction, and a value that differs from the first of its filter, and that;
+    None unless there are all of them."""
+    found: list[int | None] = [None, None, None]
+    filters, start, count = flat.view(-1, filter_size), 0, 64
+    while start < len(filters):
+        part = filters[start : start + count]
+        wide = part.float() if part.element_size() == 2 else part
+        looks = (lambda w: w < 0, lambda w: torch.frac(w * _GRAIN) != 0, lambda w: w != w[:, :1])
+        for i, look in enumerate(looks):
+            if found[i] is None:
+                seen = look(wide).flatten()
+                place = int(seen.to(torch.uint8).argmax())
+                if seen[place]:
+                    found[i] = start * filter_size + place
+        negative, fraction, other = found
+        if negative is not None and fraction is not None and other is not None:
+            return negative, fraction, other, other - other % filter_size
+        start, count = start + count, 8 * count
+    return None

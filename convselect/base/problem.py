@@ -43,6 +43,11 @@ CHANNELS_LAST = "channels_last"
 STRIDED = "strided"  # neither: expanded, sliced, transposed
 
 
+MOST_BYTES = 2**47
+"""A process cannot address more: no tensor is larger."""
+MOST_STEPS = 2**31 - 1
+
+
 class Gemm(NamedTuple):
     """The matrix product equivalent to a convolution, per group: (m x k) times (k x n), `batch` times."""
 
@@ -158,6 +163,21 @@ class ConvProblem(NamedTuple):
             and self.dil_h == self.dil_w == 1
             and not any(self.padding)
         )
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether image, weight and result are no larger than tensors can be."""
+        return max(self.x_bytes, self.weight_bytes, self.y_bytes) <= MOST_BYTES
+
+    @property
+    def is_oversized(self) -> bool:
+        """Whether a size, a step or the padded image is larger than anything but PyTorch's own convolution is made for.
+        A stride beyond the image is a valid one."""
+        p = self
+        rows, columns = p.H + p.pad_top + p.pad_bottom, p.W + p.pad_left + p.pad_right
+        if max(rows, columns, *self[1:17]) > MOST_STEPS or not self.is_possible:
+            return True
+        return p.N * p.C * rows * columns * self.element_bytes > MOST_BYTES
 
     @property
     def element_bytes(self) -> int:

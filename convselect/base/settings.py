@@ -194,6 +194,12 @@ def with_policy(settings: Settings, policy: str) -> Settings:
     return _changed(settings, policy)
 
 
+@functools.lru_cache(maxsize=1024)
+def exactly(settings: Settings) -> Settings:
+    """The same policy and budgets under precision "exact"."""
+    return _changed(settings, precision="exact")
+
+
 def _changed(
     base: Settings, policy: str | None = None, disable: str | Iterable[str] | None = None, **budgets: Any
 ) -> Settings:
@@ -222,10 +228,11 @@ def use(
 
     Args:
         policy: "auto", "verify", "measure", "native" or an algorithm's name.
-        precision: relative L2 error in float32, against float64. "exact": direct sums and algorithms that round as
-            little, at most 2.5e-6, and 8 times native's own error if that is more than 1e-6. "native" (the default):
-            at most 1e-5, and 100 times native's if that is more than 1e-6. "fast": at most 2e-5. Weight gradients, sums
-            over the batch and all pixels, may have twice that. 16-bit results are rounded once, from sums in float32.
+        precision: relative L2 error in float32, against float64. "exact": direct sums only, no transforms, so that
+            zeros, whole numbers and signs are kept (docs/exactness.md); at most 2.5e-6, and 8 times native's own error
+            if that is more than 1e-6. "native" (the default): at most 1e-5, and 100 times native's if that is more than
+            1e-6. "fast": at most 2e-5. Weight gradients, sums over the batch and all pixels, may have twice that.
+            16-bit results are rounded once, from sums in float32.
         workspace_bytes, workspace_share: bounds on extra memory, in bytes and as a share of the memory that is free
             when the choice is made (within the process's control groups; on a GPU including what PyTorch's allocator
             holds unused); both hold. The share does not limit workspaces up to 16 MiB. Under `batch_invariant` it is a

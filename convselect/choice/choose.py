@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from convselect.base.problem import ConvProblem, Direction
 from convselect.base.settings import CHOOSING, TIMING, Settings
 from convselect.choice.budgets import NATIVE as NATIVE
-from convselect.choice.budgets import Shortage, check_disabled, refusal
+from convselect.choice.budgets import OVERSIZED, Shortage, check_disabled, refusal
 from convselect.choice.trial import Measured
 from convselect.kernels._contract import Algorithm, NotApplicable
 from convselect.kernels.pool import BY_NAME
@@ -103,7 +103,7 @@ def forced(problem: ConvProblem, name: str, algorithms: Mapping[str, Algorithm])
     algorithm = algorithms.get(name)
     if algorithm is None:
         raise _unknown(name, algorithms)
-    reason = algorithm.why_not(problem)
+    reason = OVERSIZED if problem.is_oversized and name != NATIVE else algorithm.why_not(problem)
     if reason is not None:
         raise NotApplicable(f"{name} cannot do this convolution: {reason} ({problem})")
     return Choice(name, "forced")
@@ -145,6 +145,8 @@ def choose(
     """
     if not settings.chooses:
         return forced(problem, settings.policy, algorithms)
+    if problem.is_oversized:
+        return Choice(NATIVE, "fallback")
     if settings.disabled:
         check_disabled(settings.disabled, tuple(algorithms))
     memory_limited = False

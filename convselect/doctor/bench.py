@@ -27,6 +27,7 @@ from convselect.eager import resolve
 from convselect.kernels._contract import Algorithm, NotApplicable, Params
 from convselect.kernels.pool import ALL, BY_NAME
 from convselect.machine.environment import run_environment
+from convselect.machine.memory import total_bytes
 from convselect.measure import measure
 from convselect.model import loaded
 
@@ -102,6 +103,8 @@ def check(problem: ConvProblem) -> None:
     for name in ("N", "C", "H", "W", "K", "R", "S", "stride_h", "stride_w", "dil_h", "dil_w", "groups", "threads"):
         if getattr(p, name) < 1:
             raise ValueError(f"{name} must be at least 1")
+    if p.threads >= 2**31:
+        raise ValueError(f"{p.threads} threads are too many")
     if min(p.padding) < 0:
         raise ValueError("padding must not be negative")
     if p.C % p.groups or p.K % p.groups:
@@ -110,6 +113,8 @@ def check(problem: ConvProblem) -> None:
         raise ValueError(f"the kernel spans {p.kernel_extent}, more than the padded image")
     if p.dtype not in TORCH_DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(TORCH_DTYPES)}, not {p.dtype!r}")
+    if p.is_oversized:
+        raise ValueError("sizes, strides and paddings must be below 2**31, and images no larger than memory can be")
 
 
 # ---- results ----------------------------------------------------------------------------------------------------
@@ -191,11 +196,16 @@ def bench(problem: ConvProblem, seconds: float = 2.0, *, only: Collection[str] |
         only: time only these and native, as far as they apply.
 
     Raises:
-        ValueError: a policy in force that names no algorithm, or a GPU's problem on a machine without one.
+        ValueError: a policy in force that names no algorithm, a GPU's problem on a machine without one, or one whose
+            operands do not fit into the machine's memory.
         NotApplicable: a policy in force names an algorithm that cannot do this problem.
     """
     if problem.device != "cpu" and not torch.cuda.is_available():
         raise ValueError(f"there is no device {problem.device!r} here")
+    p, total = problem, total_bytes("cpu")
+    needed = (p.x_bytes + p.weight_bytes + p.y_bytes) // p.element_bytes * (p.element_bytes + 8)  # and in float64
+    if total is not None and needed > total:
+        raise ValueError(f"{needed / 2**30:.0f} GiB of operands are more than the memory of {total / 2**30:.0f} GiB")
     used = settings.current()
     choice = resolve.choice_for(problem, used)
     predictor = loaded.get_for(problem)

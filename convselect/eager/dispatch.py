@@ -82,7 +82,7 @@ def _with_less_memory(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: 
     except RuntimeError as error:
         problem = problem_of(x, weight, geometry) if x.dim() == 4 and x.is_cpu else None
         wanted = _grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
-        if not is_out_of_memory(error) or problem is None or wanted or _any_autocast():
+        if not is_out_of_memory(error) or problem is None or problem.is_oversized or wanted or _any_autocast():
             raise
     return native_forward_in_bands(x, weight, problem, bias)
 

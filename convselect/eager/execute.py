@@ -111,7 +111,7 @@ def _native(a: Tensor, b: Tensor, problem: ConvProblem, bias: Tensor | None) -> 
     try:
         return without_autocast(native, a, b, problem, None, bias)  # type: ignore[no-any-return]
     except (RuntimeError, MemoryError) as error:
-        if problem.direction != Direction.FORWARD or not is_out_of_memory(error):
+        if problem.direction != Direction.FORWARD or problem.is_oversized or not is_out_of_memory(error):
             raise
     return without_autocast(native_forward_in_bands, a, b, problem, bias)  # type: ignore[no-any-return]
 

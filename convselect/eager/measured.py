@@ -22,12 +22,17 @@ DEADLINE_S = 2.0
 
 def measured(problem: ConvProblem, settings: Settings) -> Choice | None:
     """The choice by measuring here and now; None if nothing can be measured: in deterministic mode, while a mode
-    watches, on accelerators, or if memory is short.
+    watches, on accelerators, if memory is short, or if sizes are beyond all memory.
 
     The operands are random ones of the same shapes and layouts. An algorithm whose result is not the float64
     reference's, within its dtype's bound, is never chosen. Takes as long as it takes: some milliseconds to a second.
     """
-    if problem.deterministic or problem.device != "cpu" or torch._C._len_torch_dispatch_stack() > 0:
+    if (
+        problem.is_oversized
+        or problem.deterministic
+        or problem.device != "cpu"
+        or torch._C._len_torch_dispatch_stack() > 0
+    ):
         return None
     from convselect.measure.measure import measure_problem
 

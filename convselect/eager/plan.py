@@ -16,13 +16,14 @@ from convselect.aten.arguments import (
     cast_like_autocast,
     problem_of,
     valid,
+    wants_direct_sums,
     y_layout,
 )
 from convselect.aten.autograd import Conv2dFunction
 from convselect.aten.strides import ResultStrides, result_strides, with_strides
 from convselect.base.lru import LRU, Entry, on_clear
 from convselect.base.problem import DTYPE_NAMES, ConvProblem, Direction, layout_of
-from convselect.base.settings import CACHE_ENTRIES, Settings
+from convselect.base.settings import CACHE_ENTRIES, Settings, exactly
 from convselect.choice.choose import NATIVE, Choice
 from convselect.eager.execute import execute, without_autocast
 from convselect.eager.live_trial import LiveTrial
@@ -94,6 +95,9 @@ def make_plan(
     plan = Plan(problem, settings, result_strides(x, weight, problem))
     plan.cast = cast if isinstance(cast, torch.dtype) else None
     plan.found, plan.needs_grad = found, needs_grad
+    if settings.chooses and settings.precision != "exact" and x.is_cpu:
+        wanted = _grad_enabled() and weight.requires_grad
+        plan.watches = not wanted and _may_transform(problem, settings, found, _grad_enabled() and x.requires_grad)
     plan._judged = not needs_grad or problem.device != "cpu"  # a GPU's queue hides what a step costs the host
     return plan
 
@@ -119,6 +123,14 @@ def _leaves_native(
     return any(not is_native(eager_choice(gradient, settings)) for gradient in expected)
 
 
+def _may_transform(problem: ConvProblem, settings: Settings, found: Found, needs_grad_x: bool) -> bool:
+    """Whether something that is no direct sum may run: by what was found, unless choices are still to come."""
+    if needs_grad_x or settings.batch_invariant:
+        return problem.stride == (1, 1) and problem.R * problem.S > 1
+    names = [found.algorithm] if isinstance(found, Choice) else [found.current.algorithm, *found.trial.priors]
+    return not all(BY_NAME[name].direct_sums for name in names)
+
+
 def is_native(found: Found | None) -> bool:
     """Whether this is settled, and native."""
     return isinstance(found, Choice) and found.algorithm == NATIVE
@@ -133,7 +145,7 @@ class Plan(Entry):
 
     __slots__ = (
         "_backward", "_checked", "_judged", "cast", "found", "groups", "key", "native", "needs_grad", "problem",
-        "settings", "strides", "unbatched", "weight_shape", "x_shape",
+        "settings", "strides", "unbatched", "watches", "weight_shape", "x_shape",
     )  # fmt: skip
 
     def __init__(self, problem: ConvProblem, settings: Settings, strides: ResultStrides) -> None:
@@ -149,6 +161,8 @@ class Plan(Entry):
         self.weight_shape = problem.weight_shape
         self.needs_grad = False
         self.unbatched = False
+        self.watches = False
+        """Whether to look at every weight: some may run by direct sums only."""
         self.cast: torch.dtype | None = None
         self.key: Any = None
         self._checked: Geometry = (None, None, None, 0)
@@ -162,6 +176,8 @@ class Plan(Entry):
         watched = _dispatch_modes() > 0 or _tracing_state() is not None
         if (watched and self.settings.chooses) or not self._takes(geometry):
             return _conv2d(x, weight, bias, *geometry)  # type: ignore[no-any-return]
+        if self.watches and wants_direct_sums(weight):
+            return self._by_direct_sums(x, weight, bias, geometry)
         if self.cast is not None:
             x, weight = cast_like_autocast(x, self.cast), cast_like_autocast(weight, self.cast)
             bias = None if bias is None else cast_like_autocast(bias, self.cast)
@@ -172,6 +188,23 @@ class Plan(Entry):
         else:
             y = self.forward(x, weight, bias)
         return y.squeeze(0) if self.unbatched else y
+
+    def _by_direct_sums(self, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
+        """This call under precision "exact". What one weight of this shape asks for, another need not."""
+        settings = exactly(self.settings)
+        key = self.key and (*self.key[:-1], settings)
+        plan: Any = plans.entries.get(key)
+        if plan is None:
+            plan = make_plan(x, weight, bias, geometry, settings) or ALL_NATIVE
+            if key is not None and plan is not ALL_NATIVE:
+                plan.key = key
+                plans.put(key, plan)
+        plan.age = plans.clock
+        if not plan.native:
+            return plan(x, weight, bias, geometry)  # type: ignore[no-any-return]
+        if plan.native is not True:
+            plan.native -= 1
+        return _conv2d(x, weight, bias, *geometry)  # type: ignore[no-any-return]
 
     def _takes(self, geometry: Geometry) -> bool:
         """Whether all numbers are ints. The same layer hands over the same objects, which are looked at once."""

@@ -24,6 +24,7 @@ from convselect.freeze.chains import ConvChain
 from convselect.freeze.kernel import KERNELS
 from convselect.freeze.layer import FrozenLayer, Source, copied
 from convselect.kernels._contract import Grade
+from convselect.kernels._native_ops import plainly_contiguous, wrong_in_channels_last
 
 
 class FrozenConv(FrozenLayer):
@@ -71,8 +72,10 @@ class FrozenConv(FrozenLayer):
         return torch.conv2d(x, weight, bias, conv.stride, conv.padding, conv.dilation, conv.groups)  # type: ignore[call-overload, no-any-return]
 
     def candidates(self, x: Tensor, residual: Tensor | None, layout: str, settings: Settings) -> list[Candidate]:
-        found = [self._native(layout)]
         problem = self.problem(x)
+        if layout == CHANNELS_LAST and problem is not None and wrong_in_channels_last(problem):
+            return [self._native_contiguous()]
+        found = [self._native(layout)]
         if problem is None or x.dtype != self.weight.dtype or problem.dtype == "float64":
             return found
         problem = problem._replace(layout=layout, weight_layout=CONTIGUOUS)
@@ -104,6 +107,15 @@ class FrozenConv(FrozenLayer):
             return run
 
         return Candidate("native", Grade.DIRECT, bind, key)
+
+    def _native_contiguous(self) -> Candidate:
+        """Native for images in channels_last that oneDNN would convolve wrongly there."""
+
+        def run(x: Tensor, residual: Tensor | None = None) -> Tensor:
+            y = self._linear(plainly_contiguous(x), self.weight, self.bias)
+            return finish(y.contiguous(memory_format=torch.channels_last), residual, self.activation)
+
+        return Candidate("native", Grade.DIRECT, lambda *_: run)
 
     def _gemm(self, problem: ConvProblem) -> Candidate:
         """A 1x1 convolution in NHWC order is one matrix product, (N H W, C) times (C, K)."""

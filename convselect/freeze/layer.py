@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from convselect.aten.arguments import wants_direct_sums
 from convselect.base.problem import CONTIGUOUS, ConvProblem
-from convselect.base.settings import Settings
+from convselect.base.settings import Settings, exactly
 from convselect.freeze.candidates import Candidate, Form, Run, admitted, agreeing, fastest, finish
 from convselect.freeze.kernel import DEPTHWISE, DEPTHWISE_PACKED, Kernel, KernelCall
 from convselect.kernels import _library, depthwise
@@ -49,6 +50,7 @@ class FrozenLayer(ABC):
         weight: folded, contiguous, the layer's dtype; always the same memory.
         bias: (K,) in the layer's dtype, or None; `bias_float32` the same in float32.
         finite: whether neither holds NaN or infinity.
+        direct_sums: whether the folded weight asks for direct sums.
     """
 
     def __init__(self, dtype: torch.dtype, activation: str | None, residual: bool) -> None:
@@ -60,6 +62,7 @@ class FrozenLayer(ABC):
         # An attribute, since pointers to it are kept: the kernels read float32 whatever the layer's dtype.
         self.bias_float32 = None if bias is None else bias.to(torch.float32)
         self.finite = self._is_finite()
+        self.direct_sums = wants_direct_sums(self.weight)
         self._packs: dict[Hashable, tuple[list[Any], Callable[[], Any], bool]] = {}
         self._pinned: frozenset[Hashable] = frozenset()
 
@@ -101,7 +104,8 @@ class FrozenLayer(ABC):
     # ---- weights ------------------------------------------------------------------------------------------------
 
     def refold(self) -> bool:
-        """Fold and pack again, in place. False if that cannot be: shape or dtype changed, or a bias came or went."""
+        """Fold and pack again, in place. False if that cannot be: shape or dtype changed, a bias came or went, or the
+        weight asks for other algorithms now."""
         weight, bias = self._folded()
         if weight.dtype != self.weight.dtype or weight.shape != self.weight.shape:
             return False
@@ -114,6 +118,8 @@ class FrozenLayer(ABC):
             self.bias.copy_(bias)
             self.bias_float32.copy_(bias)
         self.finite = self._is_finite()
+        if wants_direct_sums(self.weight) and not self.direct_sums:
+            return False
         for cell, make, in_place in self._packs.values():
             if in_place:
                 cell[0].copy_(make())
@@ -196,6 +202,7 @@ class FrozenLayer(ABC):
     def choose(self, x: Tensor, residual: Tensor | None, layout: str, search: Search) -> tuple[Candidate, Tensor]:
         """The fastest candidate that computes the right thing on these operands, and its result."""
         problem, (settings, remembered, measure) = self.problem(x), search
+        settings = exactly(settings) if self.direct_sums else settings
         rest = (type(self), layout, self.activation, residual is not None, settings)
         key, sizeless = (problem, *rest), (None if problem is None else problem._replace(N=0, H=0, W=0), *rest)
         known = remembered.get(key) if measure else remembered.get(sizeless, "native")

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from convselect.aten.arguments import problem_of, valid
+from convselect.aten.arguments import problem_of, valid, wants_direct_sums
 from convselect.aten.strides import result_strides
 from convselect.base import settings as _settings
 from convselect.base.lru import LRU, Entry, on_clear
 from convselect.base.problem import ConvProblem, Direction, layout_of
-from convselect.base.settings import CACHE_ENTRIES, Settings
+from convselect.base.settings import CACHE_ENTRIES, Settings, exactly
 from convselect.base.warnings import warn_once
 from convselect.choice.choose import NATIVE, Choice, forced
 from convselect.eager.execute import execute
@@ -44,13 +44,17 @@ class Target(NamedTuple):
 class _Prepared(Entry):
     """One kind of operator call: its problem, the strides of the result, and what runs."""
 
-    __slots__ = ("choice", "problem", "strides")
+    __slots__ = ("by_direct_sums", "choice", "problem", "strides", "watches")
 
-    def __init__(self, problem: ConvProblem, strides: tuple[int, ...], choice: Choice) -> None:
+    def __init__(self, problem: ConvProblem, strides: tuple[int, ...], choice: Choice, settings: Settings) -> None:
         super().__init__()
         self.problem = problem
         self.strides = strides
         self.choice = choice
+        transforms = choice.per_image is not None or not BY_NAME[choice.algorithm].direct_sums
+        self.watches = transforms and settings.chooses and problem.direction != Direction.BACKWARD_WEIGHT
+        """Whether to look at every weight: some may run by direct sums only."""
+        self.by_direct_sums: Choice | None = None
 
 
 plans = LRU(CACHE_ENTRIES)
@@ -88,11 +92,15 @@ def run(
         if found is None:
             return aten(direction, a, b, target, geometry, bias)
         problem, strides = found
-        prepared = _Prepared(problem, strides, _choice(problem, algorithm, in_force))
+        prepared = _Prepared(problem, strides, _choice(problem, algorithm, in_force), in_force)
         plans.put(key, prepared)
     else:
         prepared.age = plans.clock
-    return execute(prepared.choice, a, b, prepared.problem, prepared.strides, bias)
+    choice = prepared.choice
+    if prepared.watches and wants_direct_sums(b):
+        choice = prepared.by_direct_sums or choice_for(prepared.problem, exactly(in_force))
+        prepared.by_direct_sums = choice
+    return execute(choice, a, b, prepared.problem, prepared.strides, bias)
 
 
 def outline(

@@ -22,8 +22,9 @@ Params = Mapping[str, Any] | None
 class Grade(enum.IntEnum):
     """How an algorithm's rounding error compares with a direct sum (relative L2 against float64, in float32).
 
-    A precision budget admits every grade up to its own: "exact" DIRECT, "native" CLOSE, "fast" LOOSE. A weight
-    gradient, which is a sum over the batch and all pixels, may have twice the error.
+    A precision budget admits every grade up to its own: "exact" DIRECT, and of these only `Algorithm.direct_sums`;
+    "native" CLOSE, "fast" LOOSE. A weight gradient, which is a sum over the batch and all pixels, may have twice the
+    error.
     """
 
     DIRECT = 0  # a direct sum in any order, or an algorithm that rounds as little: at most 2.5e-6
@@ -58,6 +59,12 @@ class Algorithm(ABC):
     """True if one NaN or infinity in an activation reaches results that a direct sum would leave finite
     (transform methods). Dispatch then checks the result and hands such a call to native. (Infinite weights do not
     count: whether a weight that meets only padding gives 0 * inf differs between instruction sets even in native.)"""
+
+    direct_sums: bool = True
+    """Whether every result is the sum of its own products, in some order. Then a window of zeros gives 0, whole numbers
+    are added exactly (up to 2**24 in float32), and a sum of products that are not negative is not negative. False for
+    transform methods: they add values that a result does not depend on and subtract them again, which leaves rounding
+    errors. precision="exact" admits direct sums only; a test feeds every algorithm such data."""
 
     may_be_unready: bool = False
     """Whether `ready` has to be asked before each automatic call: something may have to be compiled first, or a

@@ -30,16 +30,21 @@ KERNEL_TILES = (16, 24, 32, 48, 64)
 
 
 @functools.lru_cache(maxsize=4096)
-def fast_length(n: int, even: bool = False) -> int:
-    """The smallest length >= n with no prime factor above 7 (and even, if asked)."""
-    while True:
-        rest = n
-        for prime in (2, 3, 5, 7):
-            while rest % prime == 0:
-                rest //= prime
-        if rest == 1 and not (even and n % 2):
-            return n
-        n += 1
+def fast_length(n: int, even: bool) -> int:
+    """The smallest length >= n with no prime factor above 7 (and even, if asked). Such lengths are far apart if n is
+    large, so this goes through the products of 3, 5 and 7, a few hundred for any size of a tensor."""
+    best = 1 << max(n - 1, int(even)).bit_length()
+    sevens = 1
+    while sevens < best:
+        fives = sevens
+        while fives < best:
+            odd = fives
+            while odd < best:
+                best = min(best, odd << max(-(-n // odd) - 1, int(even)).bit_length())
+                odd *= 3
+            fives *= 5
+        sevens *= 7
+    return best
 
 
 class Axis(NamedTuple):

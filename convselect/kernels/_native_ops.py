@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, canonical_strides
+from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction, canonical_strides
 from convselect.base.shortage import is_out_of_memory
 from convselect.kernels._common import memory_format
 
@@ -59,11 +59,37 @@ def unsound_in_16_bit(problem: ConvProblem) -> bool:
     return any(_axis_meets_only_padding(*axis) for axis in axes)
 
 
+def wrong_in_channels_last(problem: ConvProblem) -> bool:
+    """A superset of what oneDNN 3.12 (AVX-512, AVX2) computes wrongly, or with writes past the end of a buffer, in
+    channels_last, besides `overruns_in_channels_last` and `unsound_in_16_bit`:
+
+    - forward, strided, one input channel per group: outputs stay unwritten if the result is one column wide; with a
+      single channel in all, glibc may abort. Seen with strides along one axis only.
+    - weight gradients, strided and dilated: those of groups are off by their own size if the padding is wide.
+    - 16-bit weight gradients with dilated rows, or of strided results at most two columns wide: garbage, up to 1e20.
+
+    In contiguous layout the same calls are right.
+    """
+    p = problem
+    if p.device != "cpu":
+        return False
+    strided, few = p.stride != (1, 1), min(p.P, p.Q)
+    if p.direction == Direction.FORWARD:
+        return strided and (p.C == 1 or (p.groups == p.C and few == 1))
+    if p.direction == Direction.BACKWARD_DATA:
+        return False
+    half = p.element_bytes == 2
+    return (p.dilation != (1, 1) and (strided or half)) or (half and strided and few <= 2)
+
+
+_MANY_TAPS = 4096  # no kernel, but views of one number have as many as they like
+
+
 def _axis_meets_only_padding(
     size: int, out: int, taps: int, stride: int, dilation: int, before: int, after: int
 ) -> bool:
     # The first or the last window lies outside, or one may step over the image between two taps.
-    if max(before, after) > dilation * (taps - 1) or size < dilation:
+    if max(before, after) > dilation * (taps - 1) or size < dilation or taps > _MANY_TAPS:
         return True
     for tap in range(taps):
         offset = tap * dilation - before
@@ -73,7 +99,7 @@ def _axis_meets_only_padding(
     return False
 
 
-def _plainly_contiguous(t: Tensor) -> Tensor:
+def plainly_contiguous(t: Tensor) -> Tensor:
     """The tensor, contiguous, and with the strides of a contiguous one: one channel fits both layouts, and aten goes by
     the strides."""
     return t.contiguous().as_strided(t.shape, canonical_strides(tuple(t.shape), CONTIGUOUS))
@@ -126,7 +152,7 @@ def native_backward(
     if rest is not None:
         x = F.pad(x, rest)
     if needed[1] and overruns_in_channels_last(problem):
-        grad_y, x, weight = (_plainly_contiguous(t) for t in (grad_y, x, weight))
+        grad_y, x, weight = (plainly_contiguous(t) for t in (grad_y, x, weight))
     bias_sizes = [problem.K] if needed[2] else None
     grad_x, grad_weight, grad_bias = torch.ops.aten.convolution_backward(
         grad_y, x, weight, bias_sizes, problem.stride, padding, problem.dilation, False, [0, 0], problem.groups, needed

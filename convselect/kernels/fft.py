@@ -52,6 +52,7 @@ class Fft(Algorithm):
     name = "fft"
     devices = frozenset({"cpu", "cuda"})
     spreads_nonfinite = True
+    direct_sums = False
     may_be_unready = True
 
     def ready(self, problem: ConvProblem, params: Params = None) -> bool:

@@ -17,6 +17,7 @@ from convselect.kernels._native_ops import (
     native_forward,
     native_workspace_bytes,
     unsound_in_16_bit,
+    wrong_in_channels_last,
 )
 
 _MEMORY_FORMATS = {CONTIGUOUS: torch.contiguous_format, CHANNELS_LAST: torch.channels_last}
@@ -37,6 +38,11 @@ class NativeLayout(Algorithm):
             return (
                 f"Moving to {self._layout} needs kernels that are sound in both layouts; oneDNN's strided 16-bit ones "
                 "are not if a kernel tap or an output meets only padding."
+            )
+        if self._layout == CHANNELS_LAST and wrong_in_channels_last(problem):
+            return (
+                "Moving to channels_last needs a kernel of oneDNN's that is right there; it has none for strided "
+                "convolutions of single channels, and for weight gradients that are dilated, or strided and narrow."
             )
         return None
 

@@ -16,6 +16,8 @@ from convselect.kernels._native_ops import (
     native_backward_weight,
     native_forward,
     native_workspace_bytes,
+    plainly_contiguous,
+    wrong_in_channels_last,
 )
 
 
@@ -36,7 +38,10 @@ class Upcast(Algorithm):
         return Grade.DIRECT
 
     def forward(self, x: Tensor, weight: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
-        return native_forward(x.float(), weight.float(), _float32(problem)).to(x.dtype)
+        x_32, p = x.float(), _float32(problem)
+        if wrong_in_channels_last(p):  # one channel may have either layout's strides
+            x_32, weight = plainly_contiguous(x_32), plainly_contiguous(weight)
+        return native_forward(x_32, weight.float(), p).to(x.dtype)
 
     def backward_data(self, grad_y: Tensor, weight: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
         return native_backward_data(grad_y.float(), weight.float(), _float32(problem)).to(grad_y.dtype)

@@ -74,6 +74,7 @@ class Winograd(CAlgorithm):
 
     revision = 2
     spreads_nonfinite = True  # a tile mixes all its inputs
+    direct_sums = False
     kernel = "cs_winograd"
     slots = ("span_kib", "inputs", "outputs", "team")
 

@@ -45,7 +45,11 @@ def admitted(table: Table, precision: str = "native") -> Floats:
     for column, name in enumerate(table.names):
         algorithm = BY_NAME.get(name) if table.native is not None else None
         if algorithm is not None:
-            over = [algorithm.error_grade(problem) > GRADE_OF_PRECISION[precision] for problem in table.problems]
+            over = [
+                algorithm.error_grade(problem) > GRADE_OF_PRECISION[precision]
+                or (precision == "exact" and not algorithm.direct_sums)
+                for problem in table.problems
+            ]
             times[over, column] = np.nan
     return times
 

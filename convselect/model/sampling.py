@@ -70,7 +70,7 @@ def read_layers(path: str | Path) -> list[Layer]:
             except (KeyError, TypeError, ValueError) as error:
                 raise ValueError(f"{path}, line {reader.line_num}: {type(error).__name__}: {error}") from None
             problem = conv_problem(*sizes, stride=stride, padding=padding, dilation=dilation, groups=groups)
-            if problem.P > 0 and problem.Q > 0:
+            if problem.P > 0 and problem.Q > 0 and not problem.is_oversized:
                 layers.append((name, problem))
     return layers
 

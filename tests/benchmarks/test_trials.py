@@ -86,7 +86,7 @@ def test_parts_are_read():
 
 
 def test_the_lying_model_nominates_what_it_was_given():
-    worst = ["im2col_gemm", "winograd2"]
+    worst = ["im2col_gemm", "direct"]
     predictor = LyingPredictor({sizes(PROBLEM): worst})
     prediction = predictor.predict(PROBLEM)
     assert nominees(PROBLEM, BY_NAME, Settings(), prediction) == worst

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
 from fake_model import FakePredictor
 
 from convselect.base import settings
-from convselect.base.problem import conv_problem
+from convselect.base.problem import Direction, conv_problem
 from convselect.base.settings import _intern
+from convselect.choice import budgets
 from convselect.choice.budgets import refusal
-from convselect.choice.choose import Choice, choose, nominees
+from convselect.choice.choose import Choice, choose, forced, nominees
 from convselect.kernels._contract import Grade, NotApplicable
 from convselect.kernels.native import Native
 from convselect.kernels.pool import BY_NAME
@@ -149,3 +151,21 @@ def test_nominees_are_near_the_best_that_may_run_here():
     assert found(disable="fft,winograd4") == ["direct", "im2col_gemm"]
     gains.update(dict.fromkeys(gains, -0.2))
     assert found(disable="fft") == []
+
+
+# ---- error has a price ----------------------------------------------------------------------------------------------
+
+
+def test_no_transform_for_what_takes_a_few_microseconds():
+    """Sizes of PyTorch's own tests of gradients, whose tolerance is a few units in the last place."""
+    used = AUTO
+    for size, batch, padding in itertools.product((6, 7), (1, 2), (0, 1, 2)):
+        for direction in Direction:
+            small = conv_problem(batch, 2, size, size, 3, 3, 3, padding=padding, direction=direction)
+            found = choose(small, BY_NAME, used, predictor=FakePredictor("winograd4", "winograd2", "fft", "direct"))
+            assert BY_NAME[found.algorithm].direct_sums
+            assert "rounding errors" in refusal(BY_NAME["winograd4"], small, used)
+    assert forced(small, "winograd4", BY_NAME).algorithm == "winograd4"
+    larger = small._replace(N=16)
+    assert larger.flops >= budgets.LEAST_FLOPS
+    assert choose(larger, BY_NAME, used, predictor=FakePredictor("winograd4")).algorithm == "winograd4"

@@ -201,7 +201,7 @@ def test_an_algorithm_that_looks_at_the_batch_does_not_get_one(monkeypatch):
     use_fake(monkeypatch, "winograd4")
     spy = _ByTheBatch(monkeypatch)
     layer = convselect.SelectedConv2d(8, 8, 3, padding=1)
-    x = torch.randn(3, 8, 12, 12)
+    x = torch.randn(3, 8, 16, 16)
     with pytest.raises(AssertionError, match="y of image 0"):  # without the setting this test would notice
         check(layer, x)
     with use(batch_invariant=True):

@@ -380,8 +380,8 @@ def test_results_keep_to_what_the_precision_promises(precision, direction):
                     error = relative_error(algorithm.run(a, b, problem), exact)
                     assert error <= min(bound, max(multiple * native, 1e-6)), (algorithm.name, problem, error, native)
                     judged.add(algorithm.name)
-    assert {"im2col_gemm", "winograd2"} <= judged
-    assert ("winograd4" in judged) == (precision != "exact")
+    assert "im2col_gemm" in judged
+    assert judged.isdisjoint({"winograd2", "winograd4"}) == (precision == "exact")
 
 
 def test_16_bit_results_are_rounded_once_under_every_precision():
@@ -402,7 +402,7 @@ def test_precision_is_applied_after_ranking_and_explained(monkeypatch):
             (row,) = explain_problem(CONV3)
         assert row.algorithm == taken
         if precision == "exact":
-            assert row.why_not["winograd4"].endswith("error grade CLOSE; precision 'exact' admits at most DIRECT.")
+            assert row.why_not["winograd4"].startswith("winograd4 is a transform")
 
 
 # ---- determinism ----------------------------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ def test_precision_budget(precision):
         assert distance(model(x), eager(model, x)) < CONV
     names = {name for row in report.inputs for name in row.chosen.values()}
     # In float32 all of Winograd in C is within "native", so that only "exact" keeps something out.
-    assert precision != "exact" or not names & {"winograd4", "winograd6"}
+    assert precision != "exact" or not any("winograd" in name for name in names)
 
 
 def test_errors_are_pytorchs():

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from problems import LAYOUTS, PROBLEMS, arranged, operands_of, random_operands, relative_error
 from tolerances import tolerance
 
-from convselect.base.problem import ConvProblem, Direction, conv_problem, layout_of
+from convselect.base.problem import ConvProblem, Direction, canonical_strides, conv_problem, layout_of
 from convselect.kernels._contract import Algorithm, Grade
 from convselect.kernels._native_ops import unsound_in_16_bit
 from convselect.kernels.native import Native
@@ -294,6 +294,50 @@ print("intact")
     if "cannot be preloaded" in out.stderr:
         pytest.skip("this C library has no checking allocator")
     assert out.stdout.strip() == "intact", out.stderr[-500:]
+
+
+NARROW = (
+    dict(size=(3, 1, 24, 5, 64, 1, 3), stride=(1, 3)),
+    dict(size=(3, 1, 24, 5, 64, 1, 3), stride=(1, 3), dtype="bfloat16"),
+    dict(size=(2, 1, 24, 2, 72, 1, 3), stride=(1, 4), padding=(0, 2), dilation=(3, 1)),
+    dict(size=(2, 1, 4, 7, 16, 2, 7), stride=(1, 2)),
+    dict(size=(1, 8, 9, 4, 192, 3, 3), stride=(1, 4), padding=(0, 1), groups=8, dtype="bfloat16"),
+    dict(size=(2, 8, 20, 3, 192, 3, 3), stride=(1, 3), groups=8, dtype="bfloat16"),
+)
+DILATED = (
+    dict(size=(1, 16, 2, 515, 16, 1, 3), dilation=2, groups=2),
+    dict(size=(2, 4, 10, 41, 4, 3, 3), dilation=(3, 1), groups=4),
+    dict(size=(1, 16, 5, 32, 16, 3, 5), padding=(0, 4), dilation=(2, 1), groups=8),
+    dict(size=(2, 32, 40, 1, 128, 1, 7), stride=(1, 3), padding=(0, 4), dilation=(3, 1), groups=8),
+    dict(size=(1, 2, 31, 3, 4, 5, 7), stride=(1, 4), padding=(0, 4), dilation=(3, 1)),
+    dict(size=(1, 8, 10, 50, 16, 2, 7), stride=2, padding=(0, 18), dilation=(1, 3), groups=8, dtype="float32"),
+    dict(size=(1, 16, 10, 50, 16, 2, 3), stride=2, padding=(0, 18), dilation=(1, 9), groups=8, dtype="float32"),
+)
+"""Shapes found by random search in which oneDNN is wrong in channels_last, some of them only on some processors."""
+
+
+@pytest.mark.parametrize(
+    ("direction", "case"), [*(("forward", case) for case in NARROW), *(("backward_weight", case) for case in DILATED)]
+)
+def test_nothing_of_ours_moves_what_onednn_computes_wrongly_to_channels_last(direction, case):
+    case = {"dtype": "bfloat16" if direction == "backward_weight" else "float32", **case}
+    sizes = case.pop("size")
+    ran = 0
+    for layout in ("contiguous", "channels_last"):
+        p, operands = prepared(conv_problem(*sizes, direction=direction, **case), layout, layout)
+        # One channel has both layouts; aten goes by the strides.
+        operands = tuple(t.as_strided(t.shape, canonical_strides(tuple(t.shape), layout)) for t in operands)
+        want = Reference().run(*(t.double() for t in operands), p._replace(dtype="float64"))
+        for algorithm in POOL:
+            # Native has the user's layout, and what is the same as native is never chosen.
+            if algorithm.name == "native" or algorithm.why_not(p) or algorithm.same_as_native(p):
+                continue
+            ran += 1
+            for _ in range(3):  # what is left unwritten may happen to hold the right numbers
+                torch.full((want.numel() + 64,), float("nan"), dtype=p.torch_dtype)
+                got = algorithm.run(*operands, p)
+                assert relative_error(got, want) <= tolerance(algorithm, p), (algorithm.name, layout)
+    assert ran
 
 
 def test_what_is_unsound_in_16_bit():
