@@ -1,5 +1,7 @@
-"""Malformed data of every kind that is read: what happens with it. `python -m tests.malformed 3000` prints, for as many
-mutations of each kind, how many were loaded, refused (by one warning or one sentence), and what else happened.
+"""Malformed data of every kind that is read: what happens with it.
+
+`PYTHONPATH=tests python -m malformed 3000` prints, for as many mutations of each kind, how many were loaded, refused (by
+one warning or one sentence), and what else happened. Names of kinds may follow.
 
 A mutation changes one thing, or a few, of something that is right: a value in a tree of JSON or a column of a table, or
 bytes of a file. Checksums are made right again, as whoever forges a file would. All is drawn from a seed.
@@ -8,6 +10,7 @@ bytes of a file. Checksums are made right again, as whoever forges a file would.
 from __future__ import annotations
 
 import contextlib
+import copy
 import csv
 import dataclasses
 import gzip
@@ -71,23 +74,27 @@ def tree(value: Any, rng: random.Random) -> Any:
         places = list(_places(value, ()))
         path = rng.choice(places)
         if not path:
-            value = rng.choice(VALUES) if rng.random() < 0.3 else value
+            value = _value(rng) if rng.random() < 0.3 else value
             continue
         parent = value
         for step in path[:-1]:
             parent = parent[step]
         what = rng.random()
         if what < 0.65:
-            parent[path[-1]] = rng.choice(VALUES)
+            parent[path[-1]] = _value(rng)
         elif what < 0.75:
             del parent[path[-1]]
         elif what < 0.85:
             parent[path[-1]] = [parent[path[-1]]]
         elif isinstance(parent, dict):
-            parent[rng.choice(("x", "", "\ud800", "format", "bias"))] = rng.choice(VALUES)
+            parent[rng.choice(("x", "", "\ud800", "format", "bias"))] = _value(rng)
         else:
-            parent.append(rng.choice(VALUES))
+            parent.append(_value(rng))
     return value
+
+
+def _value(rng: random.Random) -> Any:
+    return copy.deepcopy(rng.choice(VALUES))
 
 
 def _places(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:

@@ -269,7 +269,9 @@ class StoreFile:
 
 
 def is_store(path: str | Path) -> bool:
-    """Whether a file begins as SQLite's do."""
+    """Whether a file begins as SQLite's do. Raises OSError if it cannot be read, or is no regular file."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise OSError(f"{path} is not a regular file")
     with open(path, "rb") as file:
         return file.read(16) == b"SQLite format 3\0"
 
