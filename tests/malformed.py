@@ -1,7 +1,7 @@
 """Malformed data of every kind that is read: what happens with it.
 
-`PYTHONPATH=tests python -m malformed 3000` prints, for as many mutations of each kind, how many were loaded, refused (by
-one warning or one sentence), and what else happened. Names of kinds may follow.
+`PYTHONPATH=tests python -m malformed 3000` prints, for as many mutations of each kind, how many were loaded, refused
+(by one warning or one sentence), and what else happened. Names of kinds may follow.
 
 A mutation changes one thing, or a few, of something that is right: a value in a tree of JSON or a column of a table, or
 bytes of a file. Checksums are made right again, as whoever forges a file would. All is drawn from a seed.
