@@ -3,22 +3,28 @@ or refused in one sentence. `malformed.py` has the mutations."""
 
 from __future__ import annotations
 
+import math
 import os
 import random
+import sqlite3
 import subprocess
 import sys
 import textwrap
 import warnings
 
 import malformed
+import numpy as np
 import pytest
 import torch
 
 import convselect
-from convselect.base import lru
+from convselect.base import lru, settings
+from convselect.base import warnings as _warnings
 from convselect.eager import log
-from convselect.store import find_db, process
-from convselect.store.store import is_store
+from convselect.model import inference
+from convselect.store import exchange, find_db, process
+from convselect.store.store import Store, is_store
+from convselect.tune import records
 
 QUICK, MANY = 40, 2000
 
@@ -27,6 +33,7 @@ QUICK, MANY = 40, 2000
 def _own_process(monkeypatch):
     for name in ("CONVSELECT_STORE", "CONVSELECT_SYSTEM_STORE"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(_warnings, "_given", set())
     convselect.set_store("off")
     yield
     with warnings.catch_warnings():
@@ -131,3 +138,99 @@ def test_what_a_pipe_would_hold_up_is_refused(tmp_path, monkeypatch):
     malformed.commands(("import", tmp_path / "x.csv", "--store", tmp_path / "s"), ("list", tmp_path / "x.csv"))
     with pytest.raises(OSError, match="not a regular file"):
         is_store(tmp_path / "x.csv")
+
+
+# ---- what once raised, one by one -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def store(tmp_path):
+    malformed._store(tmp_path / "s.sqlite")
+    return tmp_path / "s.sqlite"
+
+
+def forged(path, column, value):
+    db = sqlite3.connect(path, isolation_level=None)
+    db.execute(f"update choice set {column} = ?", (value,))
+    malformed._right(db, "choice")
+    db.close()
+    convselect.set_store(path)
+
+
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        *(("params", text) for text in ("5", "true", "NaN", "[]", '{"column_bytes": 32768.0}', "", DEEP)),
+        ("params", '{"column_bytes": true}'), ("params", '{"column_bytes": null}'), ("params", b"{}"),
+        ("gain", "fast"), ("gain", math.inf), ("gain", -1.0), ("samples", 0.5), ("samples", 2**62), ("source", b"x"),
+        ("used", 5), ("used", ""), ("made", "yesterday"),
+    ],
+)  # fmt: skip
+def test_a_choice_that_no_version_writes_is_left_out_with_one_warning(column, value, store):
+    forged(store, column, value)
+    assert malformed.attempt(malformed.used) == "refused"
+    (row,) = convselect.explain_problem(malformed.PROBLEM)
+    assert row.source != "store"
+    convselect.set_store("off")
+    assert not list(store.parent.glob("*.damaged*"))  # it is no damage: another version may know better
+    malformed.commands(("verify", store), ("list", store), ("show", store))
+
+
+def test_the_warning_says_which_choice_and_why(store):
+    forged(store, "gain", "fast")
+    with pytest.warns(convselect.ConvselectWarning, match=r"choice for forward N=1 .* `gain`.*convselect store verify"):
+        assert process.look_up(malformed.PROBLEM, settings.current().budgets) is None
+    convselect.set_store("off")
+    with Store(store, read_only=True) as opened:
+        assert any("`gain`" in fault for fault in exchange.verify(opened)["rows"])
+
+
+@pytest.mark.parametrize("text", [DEEP, '{"format": ' + DEEP, "{" + '"a":{' * 50_000])
+def test_lists_in_lists_are_an_error_of_their_own_kind(text, tmp_path):
+    (tmp_path / "x.json").write_text(text)
+    (tmp_path / "x.programs.jsonl").write_text(text + "\n")
+    with Store(tmp_path / "s.sqlite") as opened, pytest.raises(ValueError, match="not a file of choices"):
+        exchange.import_choices(opened, tmp_path / "x.json")
+    with pytest.raises(ValueError, match="not settings"):
+        settings.parse(text)
+    assert records.Log(tmp_path / "x.programs.jsonl", "mark", {}).read() == {}
+    for kind in (inference.Card, inference.Calibration):
+        with pytest.raises(inference.ArtifactError):
+            kind.from_json(text)
+
+
+def test_a_model_of_huge_numbers_is_refused_or_its_predictions_are():
+    card = inference.Card("cpu-test", malformed._NAMES, 4.0, 0.0, ("float32",))
+    made = malformed._arrays(random.Random(0))
+    inference.Predictor(card, made)
+    with pytest.raises(inference.ArtifactError, match="too large"):
+        inference.Predictor(card, {name: array * np.float32(1e8) for name, array in made.items()})
+    wild = inference.Predictor(card, {**made, "head": made["head"] * np.float32(60_000)})
+    with pytest.warns(convselect.ConvselectWarning, match="make no sense"):
+        assert wild.predict(malformed.PROBLEM) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("WORKSPACE", "1e400"), ("WORKSPACE", "1e99GiB"), ("WORKSPACE", "1.2.3"), ("WORKSPACE", "101%"),
+        ("AUDIT", "often"), ("AUDIT", "-1"), ("BATCH_INVARIANT", "maybe"), ("PRECISION", "exactly"),
+    ],
+)  # fmt: skip
+def test_a_variable_that_cannot_be_had_is_named(name, value, monkeypatch):
+    monkeypatch.setenv(f"CONVSELECT_{name}", value)
+    if value == "1e99GiB":  # more than there is anywhere: no bound
+        assert settings._from_environment().workspace_bytes == 2**63 - 1
+        return
+    with pytest.raises(ValueError, match=f"CONVSELECT_{name}='{value}': .*"):
+        settings._from_environment()
+
+
+@pytest.mark.parametrize("value", ["many", "-1", "1e3", "9" * 5000])
+def test_the_size_of_the_cache_is_a_whole_number(value, monkeypatch):
+    monkeypatch.setenv("CONVSELECT_CACHE_ENTRIES", value)
+    with pytest.raises(ValueError, match="CONVSELECT_CACHE_ENTRIES="):
+        settings._cache_entries()
