@@ -188,7 +188,10 @@ def test_the_warning_says_which_choice_and_why(store):
         assert any("`gain`" in fault for fault in exchange.verify(opened)["rows"])
 
 
-@pytest.mark.parametrize("text", [DEEP, '{"format": ' + DEEP, "{" + '"a":{' * 50_000])
+WITHIN = '{"format": "convselect choices", "version": 1, "environments": [{"fingerprint": "a", "description": {"x": '
+
+
+@pytest.mark.parametrize("text", [WITHIN + DEEP, DEEP, '{"format": ' + DEEP, "{" + '"a":{' * 50_000])
 def test_lists_in_lists_are_an_error_of_their_own_kind(text, tmp_path):
     (tmp_path / "x.json").write_text(text)
     (tmp_path / "x.programs.jsonl").write_text(text + "\n")
