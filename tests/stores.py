@@ -11,7 +11,7 @@ HERE = {"family": "cpu-x86-avx2-c", "device": "a processor", "torch": "2.13.0", 
 P1 = conv_problem(1, 8, 9, 9, 8, 3, 3, padding=1)
 P2 = conv_problem(2, 8, 9, 9, 8, 1, 1, direction="backward_weight", dtype="bfloat16", layout="channels_last", threads=2)
 MARK = fingerprint(HERE)
-A = Decision(P1, "native 8B", "winograd4", {"tile": 4, "cut": [1, 2]}, "verify", 1.5, 3, 12)
+A = Decision(P1, "native 8B", "winograd4", {"tile": 4, "cut": 12}, "verify", 1.5, 3, 12)
 B = Decision(P2, "native 8B", "native", None, "measure", None, 1, 0)
 # Written by hand. Forward: 64 channels, 56x56, 3x3, 128 outputs, stride 2; its gradients swap the two images.
 LINES = """

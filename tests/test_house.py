@@ -63,7 +63,7 @@ def test_importing_is_light():
     code = (
         "import sys, convselect; "
         "heavy = {'triton', 'sklearn', 'matplotlib', 'scipy', 'pandas', 'typer', 'rich', 'lightgbm',"
-        " 'sqlite3', 'platformdirs', 'convselect.store.store',"
+        " 'sqlite3', 'platformdirs', 'msgspec', 'convselect.store.store',"
         " 'torch.utils.cpp_extension', 'torch._inductor', 'convselect.model.train', 'convselect.model.inference',"
         " 'convselect.tune', 'convselect.report', 'jinja2'}; "
         "print(sorted(heavy & set(sys.modules)))"

@@ -76,9 +76,10 @@ problems = st.builds(
     threads=st.integers(1, 64),
     frozen=st.booleans(),
 )
+possible = problems.filter(lambda problem: problem.why_impossible() is None)
 
 
-@given(problems)
+@given(possible | problems.map(lambda problem: problem._replace(groups=1, dil_h=1, dil_w=1, R=1, S=1)))
 def test_a_printed_problem_reads_back_and_pickles(problem):
     assert ConvProblem.parse(str(problem)) == problem
     assert pickle.loads(pickle.dumps(problem)) == problem
@@ -89,6 +90,27 @@ def test_parse_names_what_it_does_not_know():
         ConvProblem.parse("forward N=1 Z=3")
     with pytest.raises(ValueError, match="sideways"):
         ConvProblem.parse("sideways N=1")
+    with pytest.raises(ValueError, match="repeated field 'N'"):
+        ConvProblem.parse("forward N=1 N=3")
+    with pytest.raises(ValueError, match="C, H, W, K, R, S missing"):
+        ConvProblem.parse("forward N=1")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(N=0), dict(C=-1), dict(pad_top=-1), dict(stride_h=0), dict(groups=5), dict(R=99), dict(threads=0),
+        dict(N=True), dict(N=1.0), dict(N="1"), dict(N=2**70), dict(dtype="int8"), dict(layout="nchw"), dict(device="")
+        , dict(frozen=1), dict(direction="forward"),
+    ],
+)  # fmt: skip
+def test_what_no_convolution_has_is_no_problem(change):
+    p = conv_problem(1, 8, 9, 9, 6, 3, 3, padding=1, groups=2)
+    assert p.why_impossible() is None
+    assert ConvProblem.parse(str(p)) == p
+    assert p._replace(**change).why_impossible() is not None
+    with pytest.raises(ValueError, match="problem"):
+        ConvProblem.parse(str(p).replace("N=1", "N=0"))
 
 
 def test_padding_sides():

@@ -9,6 +9,7 @@ logarithms, for speed; a test compares the two.
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -259,20 +260,57 @@ class ConvProblem(NamedTuple):
         """Inverse of `str(problem)`.
 
         Raises:
-            ValueError: on an unknown direction or field.
+            ValueError: if the text is not a problem: a field is unknown, missing, repeated or has no such value, or no
+                convolution has these sizes.
         """
-        head, *rest = text.split()
+        head, *rest = text.split() or [""]
         values: dict[str, object] = {}
         for item in rest:
             name, _, raw = item.partition("=")
-            if name not in cls._fields or name == "direction":
-                raise ValueError(f"unknown field {name!r} in problem {text!r}")
+            if name not in cls._fields or name == "direction" or name in values:
+                kind = "repeated" if name in values else "unknown"
+                raise ValueError(f"{kind} field {name!r:.60} in problem {text!r:.300}")
             default = cls._field_defaults.get(name, 0)
             if isinstance(default, bool):
-                values[name] = raw == "True"
+                values[name] = _BOOLS.get(raw, raw)
             else:
-                values[name] = raw if isinstance(default, str) else int(raw)
-        return cls(Direction(head), **values)  # type: ignore[arg-type]
+                values[name] = raw if isinstance(default, str) or not _INTEGER.fullmatch(raw) else int(raw)
+        if missing := [name for name in cls._fields[1:8] if name not in values]:
+            raise ValueError(f"{', '.join(missing)} missing in problem {text!r:.300}")
+        problem = cls(Direction(head), **values)  # type: ignore[arg-type]
+        if (why := problem.why_impossible()) is not None:
+            raise ValueError(f"{why} in problem {text!r:.300}")
+        return problem
+
+    def why_impossible(self) -> str | None:
+        """What no convolution has, in words, if these values come from elsewhere; None if they make sense."""
+        for name, value in zip(self._fields, self, strict=True):
+            default = self._field_defaults.get(name, 0)
+            if name == "direction":
+                right = isinstance(value, Direction)
+            elif isinstance(default, str):
+                right = value in _TEXTS[name] if name in _TEXTS else isinstance(value, str) and value.isidentifier()
+            elif isinstance(default, bool):
+                right = isinstance(value, bool)
+            else:
+                right = type(value) is int and (0 if name.startswith("pad_") else 1) <= value < _MOST
+            if not right:
+                return f"{name}={value!r:.60}"
+        if self.C % self.groups or self.K % self.groups:
+            return f"C={self.C} and K={self.K} in {self.groups} groups"
+        if self.P < 1 or self.Q < 1:
+            return f"an output of {self.P}x{self.Q}"
+        return None
+
+
+_BOOLS = {"True": True, "False": False}
+_INTEGER = re.compile("[0-9]{1,12}")
+_MOST = 2**40
+_TEXTS: dict[str, tuple[str, ...]] = {
+    "dtype": tuple(ELEMENT_BYTES),
+    "layout": (CONTIGUOUS, CHANNELS_LAST, STRIDED),
+    "weight_layout": (CONTIGUOUS, CHANNELS_LAST, STRIDED),
+}
 
 
 def conv_problem(

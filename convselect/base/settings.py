@@ -21,7 +21,7 @@ import functools
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -93,19 +93,49 @@ def _intern(
     workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
     workspace_share: float = 1.0,
     batch_invariant: bool = False,
-    disabled: tuple[str, ...] = (),
+    disabled: str | Iterable[str] = (),
     audit: int = 0,
 ) -> Settings:
+    """The one object of these values. Raises ValueError, with a sentence, if one cannot be had."""
+    for name, value in (("policy", policy), ("precision", precision)):
+        if not isinstance(value, str):
+            raise ValueError(f"{name} must be a name, not {_shown(value)}")
     if precision not in PRECISIONS:
-        raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, not {precision!r}")
-    if workspace_bytes < 0:
-        raise ValueError(f"workspace_bytes must not be negative, got {workspace_bytes}")
-    if not 0 <= workspace_share <= 1:
-        raise ValueError(f"workspace_share must be between 0 and 1, got {workspace_share}")
-    if audit < 0:
-        raise ValueError(f"audit must not be negative, got {audit}")
+        raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, not {_shown(precision)}")
+    size, share = _whole("workspace_bytes", workspace_bytes), _number("workspace_share", workspace_share)
+    if not 0 <= share <= 1:
+        raise ValueError(f"workspace_share must be between 0 and 1, got {_shown(workspace_share)}")
+    if not isinstance(batch_invariant, int) or batch_invariant not in (0, 1):
+        raise ValueError(f"batch_invariant must be True or False, not {_shown(batch_invariant)}")
     # The cache distinguishes keyword from positional arguments, so always pass all of them by position.
-    return _interned(policy, precision, workspace_bytes, float(workspace_share), bool(batch_invariant), disabled, audit)
+    return _interned(
+        str(policy), str(precision), size, share, bool(batch_invariant), _names(disabled), _whole("audit", audit)
+    )
+
+
+def _shown(value: object) -> str:
+    """A value in a message: its beginning, whatever it is."""
+    try:
+        return f"{value!r:.60}"
+    except Exception:  # thousands of digits, or lists in lists
+        return f"this {type(value).__name__}"
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, str | bytes | bool):
+        raise ValueError(f"{name} must be a number, not {_shown(value)}")
+    try:
+        return float(value)
+    except Exception:
+        raise ValueError(f"{name} must be a number, not {_shown(value)}") from None
+
+
+def _whole(name: str, value: Any) -> int:
+    """A whole number that is not negative; 2e8 is one as well."""
+    number = value if type(value) is int else _number(name, value)
+    if not 0 <= number < 2**63 or number != int(number):
+        raise ValueError(f"{name} must be a whole number, not negative and below 2**63; got {_shown(value)}")
+    return int(number)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -117,10 +147,13 @@ def _interned(*values: Any) -> Settings:
 def parse(text: str) -> Settings:
     """Inverse of `str(settings)`; fields that an older version did not write have their defaults. Raises ValueError if
     the text is not of this form."""
-    values = json.loads(text)
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        values = None
     if not isinstance(values, dict) or not set(values) <= set(_FIELDS):
-        raise ValueError(f"not settings: {text!r}")
-    return _intern(**{**values, "disabled": tuple(values.get("disabled", ()))})
+        raise ValueError(f"not settings: {_shown(text)}")
+    return _intern(**values)
 
 
 # ---- the environment --------------------------------------------------------------------------------------------
@@ -136,39 +169,80 @@ def parse_workspace(text: str) -> tuple[int, float]:
     """
     size, share = None, None
     for part in text.split(","):
-        found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*(%|[kmg]?i?b?)\s*", part.lower())
+        found = re.fullmatch(r"\s*([0-9]{1,30}(?:\.[0-9]{0,30})?(?:e[0-9]{1,2})?)\s*(%|[kmg]?i?b?)\s*", part.lower())
         if found is None or (found[2] != "%" and found[2] not in _UNITS):
-            raise ValueError(f'a workspace is written "512MiB", "25%" or "512MiB,25%", not {text!r}')
+            raise ValueError(f'a workspace is written "512MiB", "25%" or "512MiB,25%", not {_shown(text)}')
         if found[2] == "%":
             share = float(found[1]) / 100
         else:
-            size = int(float(found[1]) * _UNITS[found[2]])
+            size = min(int(float(found[1]) * _UNITS[found[2]]), 2**63 - 1)
     # A share alone is the whole budget.
     return (2**63 - 1 if size is None else size), (1.0 if share is None else share)
 
 
 def _names(disabled: str | Iterable[str]) -> tuple[str, ...]:
     """Names in a fixed order, so that equal sets of them are equal settings."""
-    names = disabled.split(",") if isinstance(disabled, str) else disabled
-    return tuple(sorted({name.strip() for name in names if name.strip()}))
+    try:
+        names = disabled.split(",") if isinstance(disabled, str) else list(disabled)
+        return tuple(sorted({name.strip() for name in names if name.strip()}))
+    except (AttributeError, TypeError):
+        raise ValueError(f"disable must be names of algorithms, not {_shown(disabled)}") from None
+
+
+_SWITCH = {**dict.fromkeys(("1", "true", "yes", "on"), True), **dict.fromkeys(("0", "false", "no", "off"), False)}
+
+
+def _switch(text: str) -> bool:
+    if text.strip().lower() not in _SWITCH:
+        raise ValueError("it is 1 or 0")
+    return _SWITCH[text.strip().lower()]
+
+
+def _count(text: str) -> int:
+    if not re.fullmatch("[0-9]{1,9}", text.strip()):
+        raise ValueError("it is a whole number")
+    return int(text)
+
+
+def _workspace(text: str) -> dict[str, Any]:
+    return dict(zip(("workspace_bytes", "workspace_share"), parse_workspace(text), strict=True))
+
+
+_VARIABLES: dict[str, Callable[[str], dict[str, Any]]] = {
+    "CONVSELECT_POLICY": lambda text: {"policy": text},
+    "CONVSELECT_PRECISION": lambda text: {"precision": text},
+    "CONVSELECT_WORKSPACE": _workspace,
+    "CONVSELECT_BATCH_INVARIANT": lambda text: {"batch_invariant": _switch(text)},
+    "CONVSELECT_DISABLE": lambda text: {"disabled": _names(text)},
+    "CONVSELECT_AUDIT": lambda text: {"audit": _count(text)},
+}
 
 
 def _from_environment() -> Settings:
-    read = os.environ.get
-    workspace = read("CONVSELECT_WORKSPACE")
-    size, share = parse_workspace(workspace) if workspace else (DEFAULT_WORKSPACE_BYTES, 1.0)
-    return _intern(
-        read("CONVSELECT_POLICY", "verify"),
-        read("CONVSELECT_PRECISION", "native"),
-        size,
-        share,
-        read("CONVSELECT_BATCH_INVARIANT", "0").lower() in ("1", "true", "yes", "on"),
-        _names(read("CONVSELECT_DISABLE", "")),
-        int(read("CONVSELECT_AUDIT", "0")),
-    )
+    """The settings of the environment variables. Raises ValueError if one has a value that it cannot have: a request
+    that was made explicitly is not replaced by something else."""
+    found: dict[str, Any] = {}
+    for name, read in _VARIABLES.items():
+        text = os.environ.get(name, "")
+        if not text.strip():
+            continue
+        try:
+            found |= read(text)
+            _intern(**found)
+        except ValueError as error:
+            raise ValueError(f"{name}={_shown(text)}: {error}") from None
+    return _intern(**found)
 
 
-CACHE_ENTRIES = int(os.environ.get("CONVSELECT_CACHE_ENTRIES", 4096))
+def _cache_entries() -> int:
+    text = os.environ.get("CONVSELECT_CACHE_ENTRIES", "").strip() or "4096"
+    try:
+        return _count(text)
+    except ValueError as error:
+        raise ValueError(f"CONVSELECT_CACHE_ENTRIES={_shown(text)}: {error}") from None
+
+
+CACHE_ENTRIES = _cache_entries()
 """Most problems, and most call signatures, cached per process; then the least recently used are evicted."""
 
 _default = _from_environment()

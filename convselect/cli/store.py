@@ -236,6 +236,8 @@ def import_(
             raise ValueError("name a file, or --find-db one")
         for file in (*(files or ()), *(find_db or ())):  # before a store is made for them
             file.stat()
+            if not file.is_file():
+                raise ValueError(f"{file} is not a regular file")
         with _opened(into, make=True) as store:
             told = [_import_file(store, file, replace) for file in files or ()]
             told += [_import_find_db(store, file) for file in find_db or ()]

@@ -25,6 +25,7 @@ from convselect.kernels import _library
 from convselect.kernels.pool import ALL, BY_NAME
 from convselect.machine import host
 from convselect.machine.environment import cpu_fingerprint, run_environment
+from convselect.machine.ownership import examined
 from convselect.measure import measure
 from convselect.measure.self_test import Case, case, tried
 from convselect.model import loaded
@@ -121,7 +122,7 @@ class _Examination:
         path = own
         if named:
             told["why"] = "CONVSELECT_ARTIFACT names it"
-        elif own.exists():
+        elif os.path.exists(own):
             told["why"] = f"it is shipped for {family}"
         else:
             try:
@@ -177,14 +178,14 @@ class _Examination:
         return f"none for {path.stem}"
 
     def _calibration(self, artifact: Path, *, usable: bool, foreign: bool) -> dict[str, Any]:
-        from convselect.model.inference import ArtifactError, Calibration
+        from convselect.model.inference import ArtifactError
 
         try:
             path = loaded.calibration_path()
         except OSError as error:
             return {"path": None, "in_use": False, "why_not": str(error)}
         told: dict[str, Any] = {"path": str(path), "in_use": False}
-        if not path.exists():
+        if not os.path.lexists(path):
             told["why_not"] = "there is none"
             if foreign:
                 self.say(
@@ -196,7 +197,7 @@ class _Examination:
                 self.say("note", "`convselect calibrate` fits the model to this very machine, in half a minute.")
             return told
         try:
-            found = Calibration.from_json(path.read_text())
+            found = loaded.read_calibration(examined(path, named="CONVSELECT_CALIBRATION" in os.environ))
             told |= {"problems": found.problems, "artifact": found.artifact}
             why = None
             if found.fingerprint != cpu_fingerprint():
@@ -205,7 +206,10 @@ class _Examination:
                 why = "it is of another model"
             elif not usable:
                 why = "the model it is for cannot be used"
-        except (ArtifactError, OSError, UnicodeDecodeError) as error:
+        except PermissionError as error:
+            why = str(error)
+            self.say("slower", f"The calibration is left out: {error}.")
+        except (ArtifactError, OSError) as error:
             why = str(error)
             self.say("broken", f"The calibration {path} cannot be used: {error}. Run `convselect calibrate` again.")
         else:

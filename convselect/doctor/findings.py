@@ -96,9 +96,14 @@ def moved_revisions(card: Any) -> dict[str, tuple[int, int]]:
     return {name: (then, now[name]) for name, then in card.revisions.items() if name in now and now[name] != then}
 
 
+def _part(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = values.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
 def described(card: Any) -> dict[str, Any]:
-    held_out = card.figures.get("held_out", {})
-    overall = held_out.get("overall", {})
+    held_out = _part(card.figures, "held_out")
+    overall = _part(held_out, "overall")
     wanted = (
         "fraction_of_oracle_mean",
         "fraction_of_oracle_p10",

@@ -65,7 +65,10 @@ def install(value: str) -> logging.Handler | None:
         handler.setFormatter(logging.Formatter("convselect: %(message)s"))
     else:
         try:
-            handler = logging.FileHandler(os.path.expanduser(value), encoding="utf-8")
+            path = os.path.expanduser(value)
+            if os.path.exists(path) and not os.path.isfile(path):  # to open a pipe is to wait for a reader
+                raise OSError(f"{path} is not a regular file")
+            handler = logging.FileHandler(path, encoding="utf-8")
         except OSError as error:
             warn_once("log", f"convselect: nothing is logged: {error}")
             return None

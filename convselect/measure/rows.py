@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -120,12 +121,19 @@ def read_rows(path: str | Path) -> list[Row]:
     """All complete rows of a file (`.gz`: compressed), in order. An unfinished last line is left out.
 
     Raises:
-        ValueError: if the header differs, or a row has an unknown status or a field that is not a number.
+        ValueError: if it cannot be unpacked, the header differs, or a row has an unknown status, a field that is not a
+            number, or sizes that no convolution has.
     """
     text = Path(path).read_bytes()
-    if Path(path).suffix == ".gz":
-        text = gzip.decompress(text)
-    lines = text[: text.rfind(b"\n") + 1].decode().splitlines()
+    try:
+        if Path(path).suffix == ".gz":
+            text = gzip.decompress(text)
+        return _rows(path, text[: text.rfind(b"\n") + 1].decode().splitlines())
+    except (OSError, EOFError, zlib.error, csv.Error, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is damaged, or not a file of measured times: {error}") from error
+
+
+def _rows(path: str | Path, lines: Sequence[str]) -> list[Row]:
     reader = csv.reader(lines)
     header = tuple(next(reader, ()))
     if header not in _HEADERS:
@@ -140,8 +148,11 @@ def read_rows(path: str | Path) -> list[Row]:
         if status not in STATUSES:
             raise ValueError(f"{path}, line {reader.line_num}: unknown status {status!r}")
         times = dict(zip(TIMES, map(float, numbers), strict=True))
+        problem = _problem(cells[2:n])
+        if (why := problem.why_impossible()) is not None:
+            raise ValueError(f"{path}, line {reader.line_num}: {why}")
         rows.append(
-            Row(cells[0], _problem(cells[2:n]), algorithm, int(revision), status, clock, **times,
+            Row(cells[0], problem, algorithm, int(revision), status, clock, **times,
                 rounds=int(rounds), repeat=int(repeat))
         )  # fmt: skip
     return rows

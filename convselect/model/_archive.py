@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,34 @@ import numpy.typing as npt
 Array = npt.NDArray[np.float32]
 
 
+MOST_BYTES = 64 * 2**20
+"""Largest file that is read, and most that it may unpack to. The largest shipped one has 170,000."""
+
+
 class ArtifactError(ValueError):
     """A model file is missing, damaged, or made for another version; the message says which, in one sentence."""
+
+
+def read_bytes(path: str | os.PathLike[str]) -> bytes:
+    """The contents of a file, as large as it is when it is opened: a pipe or a device of that name is not waited for.
+
+    Raises:
+        OSError: if it cannot be read, is no regular file (a pipe, a device, a folder), or has more than `MOST_BYTES`.
+    """
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+    number = os.open(path, flags)
+    try:
+        found = os.fstat(number)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(f"{os.fspath(path)} is not a regular file")
+        if found.st_size > MOST_BYTES:
+            raise OSError(f"{os.fspath(path)} has {found.st_size} bytes, more than {MOST_BYTES}")
+        parts: list[bytes] = []
+        while (left := found.st_size - sum(len(part) for part in parts)) > 0 and (part := os.read(number, left)):
+            parts.append(part)
+        return b"".join(parts)
+    finally:
+        os.close(number)
 
 
 def read(source: str | os.PathLike[str] | bytes, what: str) -> tuple[str, dict[str, Array]]:
@@ -30,16 +57,20 @@ def read(source: str | os.PathLike[str] | bytes, what: str) -> tuple[str, dict[s
     """
     try:
         # Read first: numpy leaves a damaged file open.
-        data = source if isinstance(source, bytes) else Path(source).read_bytes()
+        data = source if isinstance(source, bytes) else read_bytes(source)
         with np.load(io.BytesIO(data), allow_pickle=False) as archive:
+            if sum(one.file_size for one in archive.zip.infolist()) > MOST_BYTES:
+                raise ArtifactError(f"the {what} unpacks to more than {MOST_BYTES} bytes")
             if "card" not in archive.files:
                 raise ArtifactError(f"this is not a convselect {what}: it has no card")
             text = str(archive["card"])
             stored = {name: archive[name] for name in archive.files if name != "card"}
     except FileNotFoundError:
-        raise ArtifactError(f"there is no {what} {source!r}") from None
+        raise ArtifactError(f"there is no {what} {source!r:.300}") from None
     except ArtifactError:
         raise
+    except OSError as error:
+        raise ArtifactError(f"the {what} is damaged or not a {what}: {error!s:.300}") from None
     except Exception as error:  # parsers of damaged bytes raise anything: zlib.error, TokenError, MemoryError, ...
         raise ArtifactError(f"the {what} is damaged or not a {what} ({type(error).__name__})") from None
     if any(array.dtype not in (np.float16, np.float32) for array in stored.values()):

@@ -17,11 +17,14 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 
 from convselect.base.problem import ConvProblem
+from convselect.base.warnings import warn_once
 from convselect.machine.host import SIXTEEN_BIT_FLAGS
 from convselect.model import _archive
 from convselect.model._archive import Array
@@ -36,7 +39,15 @@ ARTIFACTS = Path(__file__).parent / "artifacts"
 LOG_GAIN_PER_UNSEEN_DOUBLING = math.log(1.5)
 """Added to the margin for each doubling of threads beyond those measured."""
 
+MOST_LOG_GAIN = 50.0
+"""A model that predicts a ratio of times of more than e to this says nothing."""
+
 _Program = tuple[Any, Any, Array]
+# What a card and a calibration may hold: msgspec compares them with these types.
+_Name = Annotated[str, Meta(min_length=1, max_length=200)]
+_Names = Annotated[tuple[_Name, ...], Meta(min_length=1, max_length=1000)]
+_Whole = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+_Positive = Annotated[float, Meta(ge=1e-3, le=1e3)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,24 +71,24 @@ class Card:
             the fastest, fitted on held-out problems; None: that of the training target, `alpha`.
     """
 
-    family: str
-    algorithm_names: tuple[str, ...]
-    alpha: float
-    margin: float
-    dtypes: tuple[str, ...]
-    device: str = "cpu"
+    family: _Name
+    algorithm_names: _Names
+    alpha: _Positive
+    margin: Annotated[float, Meta(ge=0, le=MOST_LOG_GAIN)]
+    dtypes: tuple[_Name, ...]
+    device: _Name = "cpu"
     host_flags: Mapping[str, bool] = dataclasses.field(default_factory=dict)
-    threads: tuple[int, ...] = (1,)
-    revisions: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    threads: Annotated[tuple[Annotated[int, Meta(ge=1, le=2**20)], ...], Meta(min_length=1)] = (1,)
+    revisions: Mapping[str, _Whole] = dataclasses.field(default_factory=dict)
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     data: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     figures: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     limits: str = ""
-    sharpness: float | None = None
+    sharpness: _Positive | None = None
     tf32: bool = False
     feature_names: tuple[str, ...] = FEATURE_NAMES
-    features_version: int = FEATURES_VERSION
-    format_version: int = FORMAT_VERSION
+    features_version: _Whole = FEATURES_VERSION
+    format_version: _Whole = FORMAT_VERSION
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2, allow_nan=False)
@@ -86,21 +97,20 @@ class Card:
     def from_json(cls, text: str) -> Card:
         """Raises `ArtifactError` unless `text` is a card that this version understands."""
         try:
-            values = json.loads(text)
+            values = msgspec.json.decode(text)
             version = values["format_version"]
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):  # not JSON, no object, no version, nested too deeply
             raise ArtifactError("the model file's card is not readable: it is damaged or not a model file") from None
         if version != FORMAT_VERSION:
-            raise ArtifactError(f"the model file has format {version}; this version reads format {FORMAT_VERSION}")
+            raise ArtifactError(
+                f"the model file has format {version!r:.60}; this version reads format {FORMAT_VERSION}"
+            )
+        if more := values.keys() - {field.name for field in dataclasses.fields(cls)}:
+            raise ArtifactError(f"the model file's card has a field too many, {min(more)!r:.60}: it is damaged")
         try:
-            for name in ("algorithm_names", "dtypes", "threads", "feature_names"):
-                values[name] = tuple(values[name])
-            card = cls(**values)
-            sound = card.alpha > 0 and 0 <= card.margin < math.inf and (card.sharpness is None or card.sharpness > 0)
-        except (TypeError, KeyError):
-            raise ArtifactError("the model file's card lacks a field or has one too many: it is damaged") from None
-        if not sound:
-            raise ArtifactError(f"the model file's alpha {card.alpha} or margin {card.margin} makes no sense")
+            card = msgspec.convert(values, cls)
+        except ValueError as error:
+            raise ArtifactError(f"the model file's card is damaged: {error}") from None
         if card.features_version != FEATURES_VERSION or card.feature_names != FEATURE_NAMES:
             raise ArtifactError(
                 f"the model file was trained on features of version {card.features_version}, this is version "
@@ -127,20 +137,18 @@ class Calibration:
     fingerprint: str
     artifact: str
     digest: str
-    bias: Mapping[str, float]
-    problems: int
+    bias: Mapping[str, Annotated[float, Meta(ge=-MOST_LOG_GAIN / 2, le=MOST_LOG_GAIN / 2)]]
+    problems: _Whole
 
     @classmethod
-    def from_json(cls, text: str) -> Calibration:
+    def from_json(cls, text: str | bytes) -> Calibration:
         """Raises `ArtifactError` unless `text` is a calibration that this version understands."""
         try:
-            found = cls(**json.loads(text))
-            sound = all(math.isfinite(b) for b in found.bias.values())
-        except (ValueError, TypeError, AttributeError):
-            sound = False
-        if not sound:
-            raise ArtifactError("the calibration is damaged or of another version; run `convselect calibrate` again")
-        return found
+            return msgspec.json.decode(text, type=cls)
+        except (ValueError, RecursionError) as error:
+            raise ArtifactError(
+                f"the calibration is damaged or of another version ({error!s:.200}); run `convselect calibrate` again"
+            ) from None
 
 
 class Prediction:
@@ -229,7 +237,12 @@ class Predictor:
             ArtifactError: if the file is missing, damaged, or made for another version.
         """
         text, arrays = _archive.read(source, WHAT)
-        return cls(Card.from_json(text), arrays, host_flags)
+        found = cls(Card.from_json(text), arrays, host_flags)
+        try:
+            _ = found.identity  # which is needed soon, and cannot be had of lists in lists, or thousands of digits
+        except (ValueError, RecursionError) as error:
+            raise ArtifactError(f"the model file's card is damaged: {error!s:.200}") from None
+        return found
 
     def corrected(self, bias: Mapping[str, float], host_flags: Mapping[str, bool] | None = None) -> Predictor:
         """The same model with `bias` added to the algorithms' predicted log gains; native's stays 0."""
@@ -268,6 +281,11 @@ class Predictor:
         doublings = max(0.0, math.log2(problem.threads / max(self.card.threads)))
         margin = self.margin + doublings * LOG_GAIN_PER_UNSEEN_DOUBLING
         logits = self._run(x).tolist()
+        if not max(logits) - min(logits) <= MOST_LOG_GAIN * card.alpha:
+            warn_once(
+                "artifact", "convselect: the model's predictions make no sense; where they do not, native is chosen."
+            )
+            return None
         return Prediction(self.card.algorithm_names, logits, self.card.alpha, margin, self.card.sharpness)
 
     def logits(self, x: Array) -> Array:
@@ -347,7 +365,28 @@ def _checked(card: Card, arrays: Mapping[str, Array]) -> dict[str, Array]:
     fits = fits and arrays["head"].shape == (len(card.algorithm_names), d + 1)
     if not fits:
         raise ArtifactError("the model file's matrices do not fit together: it is damaged")
-    return _archive.finite(arrays, WHAT)
+    found = _archive.finite(arrays, WHAT)
+    if not _most(found, n_blocks) < MOST_VALUE:
+        raise ArtifactError("the model file's numbers are too large to compute with: it is damaged")
+    return found
+
+
+MOST_VALUE = 1e30
+"""Largest value that may occur while a prediction is computed in float32: no infinities, and so no NaN."""
+
+
+def _most(a: Mapping[str, Array], n_blocks: int) -> float:
+    """The largest absolute value that any input can lead to, at most."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        wide = {name: np.abs(array.astype(np.float64)) for name, array in a.items()}
+        x = (np.maximum(wide["low"], wide["high"]) + wide["mean"]) * np.maximum(wide["scale"], 1)
+        most = [float(x.max())]
+        for i in range(n_blocks):
+            t = wide[f"hidden_{i}"] @ np.append(x, 1)
+            x = wide[f"out_{i}"] @ np.concatenate([x, [1], t])
+            most += [float(values.max(initial=0)) for values in (t, x)]
+        most.append(float((wide["head"] @ np.append(x, 1)).max(initial=0)))
+    return math.inf if any(math.isnan(one) for one in most) else max(most)
 
 
 def artifact_path(family: str, directory: str | os.PathLike[str] = ARTIFACTS) -> Path:

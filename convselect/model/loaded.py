@@ -12,7 +12,7 @@ from convselect.base.warnings import warn_once
 
 if TYPE_CHECKING:
     from convselect.base.problem import ConvProblem
-    from convselect.model.inference import Predictor
+    from convselect.model.inference import Calibration, Predictor
 
 IDLE_CALLS = 1000
 """The model is released after this many convolutions in a row that needed no prediction."""
@@ -79,7 +79,7 @@ def _gpu_family() -> str | None:
 
 
 def _load_of_gpu(family: str) -> None:
-    from convselect.model.inference import ArtifactError, Predictor, artifact_path
+    from convselect.model.inference import Predictor, artifact_path
 
     path = artifact_path(family)
     with _lock:
@@ -89,7 +89,7 @@ def _load_of_gpu(family: str) -> None:
         if path.exists():
             try:
                 _of_gpu[family] = Predictor.load(path, host_flags={})
-            except (ArtifactError, OSError) as error:
+            except Exception as error:  # a call does not fail because of a file
                 warn_once("artifact of a GPU", f"convselect: {error}; on this GPU every automatic choice is native.")
 
 
@@ -112,7 +112,7 @@ def nearest_artifact() -> Path:
     from convselect.model.inference import ARTIFACTS, ArtifactError
 
     own = path_for_host()
-    if own.exists() or "CONVSELECT_ARTIFACT" in os.environ:
+    if "CONVSELECT_ARTIFACT" in os.environ or own.exists():
         return own
     shipped = sorted(ARTIFACTS.glob("cpu-*.npz"))
     if not shipped:
@@ -145,11 +145,10 @@ def _find() -> Predictor:
     """
     from convselect.machine.environment import cpu_fingerprint
     from convselect.machine.host import host_flags
-    from convselect.model.inference import ArtifactError, Calibration, Predictor
+    from convselect.model.inference import ArtifactError, Predictor
 
     own, flags = path_for_host(), host_flags()
-    written = calibration_path()
-    calibration = Calibration.from_json(written.read_text()) if written.exists() else None
+    calibration = _calibration()
     if calibration is not None and calibration.fingerprint != cpu_fingerprint():
         calibration = None  # for another machine, after a cache was moved, or for another version of torch
     if not own.exists() and (calibration is None or "CONVSELECT_ARTIFACT" in os.environ):
@@ -165,17 +164,49 @@ def _find() -> Predictor:
     return predictor
 
 
+def _calibration() -> Calibration | None:
+    """The calibration as it was written, whichever machine and model it is of; None if there is none, or if others can
+    write the one in the cache (with a warning).
+
+    Raises:
+        ArtifactError, OSError: if it cannot be read, or is damaged.
+    """
+    written = calibration_path()
+    if not os.path.lexists(written):
+        return None
+    from convselect.machine.ownership import examined
+
+    try:
+        path = examined(written, named="CONVSELECT_CALIBRATION" in os.environ)
+    except PermissionError as error:
+        warn_once("calibration", f"convselect: the calibration is left out: {error}")
+        return None
+    return read_calibration(path)
+
+
+def read_calibration(path: Path) -> Calibration:
+    """A file's calibration.
+
+    Raises:
+        ArtifactError, OSError: if it cannot be read, or is damaged.
+    """
+    from convselect.model._archive import read_bytes
+    from convselect.model.inference import Calibration
+
+    return Calibration.from_json(read_bytes(path))
+
+
 def digest(path: Path) -> str:
     """16 hexadecimal digits of the SHA-256 of a model file: a calibration is valid for exactly one file."""
     import hashlib
 
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    from convselect.model._archive import read_bytes
+
+    return hashlib.sha256(read_bytes(path)).hexdigest()[:16]
 
 
 def _load() -> Predictor | None:
     global _loaded, _failed
-    from convselect.model.inference import ArtifactError
-
     with _lock:
         if _override is not None:
             _loaded = pickle.loads(_override)
@@ -183,7 +214,7 @@ def _load() -> Predictor | None:
         elif _loaded is None and not _failed:
             try:
                 _loaded = _find()
-            except (ArtifactError, OSError) as error:
+            except Exception as error:  # a call does not fail because of a file, or because msgspec is not there
                 _failed = True
                 warn_once("artifact", f"convselect: {error}; every automatic choice is native from now on.")
     return _loaded

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 from convselect.base.problem import ConvProblem
 from convselect.machine import environment as machine
+from convselect.store import schema
 from convselect.store.decision import Decision
-from convselect.store.file import DamagedStoreError, now
+from convselect.store.file import DamagedStoreError, InvalidRowError, now
 from convselect.store.learnt import Learnt
 
 
@@ -26,7 +27,7 @@ class Stored(NamedTuple):
     used: str
 
 
-_COLUMNS = "c.algorithm, c.params, c.source, c.gain, c.revision, c.samples, c.checksum"
+_COLUMNS = "c.algorithm, c.params, c.source, c.gain, c.revision, c.samples, c.made, c.used, c.checksum"
 
 
 class Choices(Learnt):
@@ -58,19 +59,27 @@ class Choices(Learnt):
         return int(found[0])
 
     def environments(self) -> dict[int, dict[str, Any]]:
-        """Number -> description of every environment."""
-        rows = self._db.execute("select id, description from environment order by id")
-        return {int(number): json.loads(text) for number, text in rows}
+        """Number -> description of every environment. Raises InvalidRowError if one has none."""
+        found = {}
+        for number, text in self._db.execute("select id, description from environment order by id"):
+            try:
+                found[int(number)] = schema.read(schema.description_in, text)
+            except ValueError as error:
+                raise InvalidRowError(
+                    f"{self.path} has an environment {number} without a description: {error}"
+                ) from None
+        return found
 
     def fingerprints(self) -> dict[int, str]:
         """Number -> fingerprint of every environment."""
         rows = self._db.execute("select id, fingerprint from environment order by id")
-        return {int(number): text for number, text in rows}
+        return {int(number): str(text) for number, text in rows}
 
     # ---- choices ------------------------------------------------------------------------------------------------
 
     def decision(self, fingerprint: str, problem: ConvProblem, budgets: str) -> Decision | None:
-        """The choice for a problem under these budgets in the environment with this fingerprint; None if there is none.
+        """The choice for a problem under these budgets in the environment with this fingerprint; None if there is none,
+        or if it is one of those that are left out (`invalid`).
 
         Raises:
             DamagedStoreError: if the row is not what was written.
@@ -78,24 +87,44 @@ class Choices(Learnt):
         """
         text = str(problem)
         row = self._db.execute(
-            f"select {_COLUMNS}, c.used, c.environment, c.problem from environment e, problem p, choice c "
+            f"select {_COLUMNS}, c.environment, c.problem from environment e, problem p, choice c "
             "where e.fingerprint = ? and p.text = ? and c.environment = e.id and c.problem = p.id and c.budgets = ?",
             (fingerprint, text, budgets),
         ).fetchone()
         if row is None:
             return None
-        *columns, used, environment, number = row
+        *columns, environment, number = row
+        try:
+            found, _, used = self._decision(problem, text, budgets, columns)
+        except InvalidRowError as error:
+            self.leave_out(error)
+            return None
         if not self.read_only and used[:10] != now()[:10]:
             self._read.add((environment, number, budgets))
-        return self._decision(problem, text, budgets, columns)
+        return found
 
-    def _decision(self, problem: ConvProblem, text: str, budgets: str, columns: Sequence[Any]) -> Decision:
-        algorithm, params, source, gain, revision, samples, checksum = columns
-        if _checksum(text, budgets, (algorithm, params, source, gain, revision, samples)) != checksum:
+    def _decision(
+        self, problem: ConvProblem, text: str, budgets: str, columns: Sequence[Any]
+    ) -> tuple[Decision, str, str]:
+        """The choice, when it was made, and when it was last used.
+
+        Raises:
+            DamagedStoreError: if the checksum is wrong.
+            InvalidRowError: if it is right, and the row is not a choice all the same.
+        """
+        *columns, checksum = columns
+        if _checksum(text, budgets, tuple(columns[:6])) != checksum:
             raise DamagedStoreError(f"{self.path} is not a readable store: a choice is not what was written")
-        return Decision(
-            problem, budgets, algorithm, None if params is None else json.loads(params), source, gain, revision, samples
-        )
+        what = f"the choice for {text} in {self.path}"
+        row = schema.row(schema.ChoiceRow, columns, what)
+        try:
+            params = None if row.params is None else schema.read(schema.params_in, row.params)
+        except ValueError as error:
+            raise InvalidRowError(f"{what}: its parameters are no parameters: {error}") from None
+        found = Decision(
+            problem, budgets, row.algorithm, params, row.source, row.gain, row.revision, row.samples
+        )  # fmt: skip
+        return found, row.made, row.used
 
     def put_choices(
         self, environment: int, decisions: Sequence[Decision], *, made: Sequence[str] | None = None
@@ -114,7 +143,7 @@ class Choices(Learnt):
             for i, one in enumerate(decisions):
                 text = str(one.problem)
                 params = None if one.params is None else json.dumps(dict(one.params), sort_keys=True)
-                gain = None if one.gain is None or one.gain != one.gain else float(one.gain)  # SQLite has no NaN
+                gain = float(one.gain) if one.gain is not None and 0 < one.gain <= 1e6 else None  # and not NaN
                 values = (one.algorithm, params, one.source, gain, int(one.revision), int(one.samples))
                 self._db.execute("insert or ignore into problem (text) values (?)", (text,))
                 self._db.execute(
@@ -154,25 +183,32 @@ class Choices(Learnt):
         """All choices, in order of environment, then of the problems' numbers.
 
         Args:
-            damaged: if given, damaged rows are named here, and nothing is raised.
+            damaged: if given, damaged and invalid rows are named here, and nothing is raised.
 
         Raises:
             DamagedStoreError: if a row is damaged.
+            InvalidRowError: if it holds what no version writes.
         """
         rows = self._db.execute(
-            f"select c.environment, p.text, c.budgets, c.made, c.used, {_COLUMNS} from choice c "
-            "join problem p on p.id = c.problem "
+            f"select c.environment, p.text, c.budgets, {_COLUMNS} from choice c "
+            "join problem p on p.id = c.problem join environment e on e.id = c.environment "
             "where (?1 is null or c.environment = ?1) and (?2 is null or p.text = ?2) "
             "order by c.environment, c.problem, c.budgets",
             (environment, None if problem is None else str(problem)),
         ).fetchall()
-        for number, text, budgets, made, used, *columns in rows:
+        for number, text, budgets, *columns in rows:
             try:
-                found = self._decision(ConvProblem.parse(text), text, budgets, columns)
-            except (DamagedStoreError, ValueError) as error:
+                problem, budgets = (
+                    problem_of(text),
+                    schema.row(schema.Budgets, [budgets], f"the budgets for {text}").text,
+                )
+                found, made, used = self._decision(problem, text, budgets, columns)
+            except (DamagedStoreError, InvalidRowError) as error:
                 if damaged is None:
-                    raise DamagedStoreError(str(error)) from error
-                damaged.append(f"{text} ({budgets})")
+                    raise
+                damaged.append(
+                    f"{text} ({budgets}): {error}" if isinstance(error, InvalidRowError) else f"{text} ({budgets})"
+                )
                 continue
             yield Stored(number, found, made, used)
 
@@ -257,6 +293,14 @@ class Choices(Learnt):
                 "delete from problem where not exists (select 1 from choice where problem = problem.id) "
                 "and not exists (select 1 from measurement where problem = problem.id)"
             )
+
+
+def problem_of(text: Any) -> ConvProblem:
+    """A problem in a store. Raises InvalidRowError if the text is not one."""
+    try:
+        return ConvProblem.parse(str(text))
+    except ValueError as error:
+        raise InvalidRowError(str(error)) from None
 
 
 def _checksum(text: str, budgets: str, values: tuple[Any, ...]) -> int:

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from convselect.base.problem import ConvProblem
 from convselect.kernels.pool import BY_NAME
-from convselect.measure.rows import HEADER, environment_path, read_rows
+from convselect.measure.rows import HEADER, TIMES, environment_path, read_rows
+from convselect.store import schema
 from convselect.store.choices import Stored
 from convselect.store.decision import Decision
+from convselect.store.file import InvalidRowError
 from convselect.store.store import Store, pool_fingerprint
 
 FORMAT = "convselect choices"
@@ -92,13 +94,17 @@ def import_choices(store: Store, path: str | Path, *, replace: bool = False) -> 
         ValueError: if the file is not a valid file of choices; the message says why. Then nothing is added.
         OSError: if it cannot be read.
     """
-    groups: dict[str, tuple[Mapping[str, Any], list[tuple[Decision, str]]]] = {}
-    for fingerprint, description, record in _records(Path(path)):
-        groups.setdefault(fingerprint, (description, []))[1].append(_decision(path, record))
+    groups: dict[str, tuple[schema.Description, list[tuple[Decision, str]]]] = {}
+    try:
+        for fingerprint, description, record in _records(Path(path)):
+            groups.setdefault(fingerprint, (description, []))[1].append((_decision(record), record.made))
+    except (ValueError, csv.Error) as error:
+        raise ValueError(f"{path} is not a file of choices of this version: {error}") from error
     taken = Taken()
     for fingerprint, (description, decisions) in groups.items():
         number = store.environment(description, fingerprint)
-        there = set() if replace else {(d.problem, d.budgets) for _, d, _, _ in store.decisions(number)}
+        left_out: list[str] = []  # what is invalid there gives way
+        there = set() if replace else {(d.problem, d.budgets) for _, d, _, _ in store.decisions(number, None, left_out)}
         new = [(one, made) for one, made in decisions if (one.problem, one.budgets) not in there]
         store.put_choices(number, [one for one, _ in new], made=[made for _, made in new])
         taken = taken._replace(
@@ -107,39 +113,30 @@ def import_choices(store: Store, path: str | Path, *, replace: bool = False) -> 
     return taken
 
 
-def _records(path: Path) -> Iterable[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
-    """(fingerprint, description of the environment, fields of a choice)."""
-    try:
-        text = path.read_text()
-        if path.suffix == ".json":
-            whole = json.loads(text)
-            if whole["format"] != FORMAT or whole["version"] != FORMAT_VERSION:
-                raise ValueError(f"it is {whole['format']!r} of version {whole['version']}")
-            for group in whole["environments"]:
-                for record in group["choices"]:
-                    yield group["fingerprint"], group["description"], record
-            return
-        lines = csv.DictReader(text.splitlines())
-        if tuple(lines.fieldnames or ()) != _COLUMNS:
-            raise ValueError("its header differs")
-        for line in lines:
-            record = {**line, "params": json.loads(line["params"]) if line["params"] else None}
-            yield line["fingerprint"], json.loads(line["description"]), {**record, "gain": line["gain"] or None}
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"{path} is not a file of choices of this version: {error}") from error
+def _records(path: Path) -> Iterator[tuple[str, schema.Description, schema.ExportedChoice | schema.ExportedLine]]:
+    """(fingerprint, description of the environment, a choice). Raises ValueError or csv.Error at the first mistake."""
+    data = path.read_bytes()
+    if path.suffix == ".json":
+        for group in schema.read(schema.choices_in, data).environments:
+            for record in group.choices:
+                yield group.fingerprint, group.description, record
+        return
+    lines = csv.DictReader(data.decode().splitlines())
+    if tuple(lines.fieldnames or ()) != _COLUMNS:
+        raise ValueError("its header differs")
+    for cells in lines:
+        line = schema.line(schema.ExportedLine, {name: cell or None for name, cell in cells.items()})
+        yield line.fingerprint, schema.read(schema.description_in, line.description), line
 
 
-def _decision(path: str | Path, record: Mapping[str, Any]) -> tuple[Decision, str]:
-    try:
-        gain, params = record["gain"], record["params"]
-        if params is not None and not isinstance(params, dict):
-            raise ValueError(f"parameters are {params!r}")
-        return Decision(
-            ConvProblem.parse(record["problem"]), str(record["budgets"]), str(record["algorithm"]), params, "import",
-            None if gain is None else float(gain), int(record["revision"]), int(record["samples"]),
-        ), str(record["made"])  # fmt: skip
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"{path} has an invalid choice: {error} in {dict(record)}") from error
+def _decision(record: schema.ExportedChoice | schema.ExportedLine) -> Decision:
+    params = record.params
+    if isinstance(params, str):
+        params = schema.read(schema.params_in, params)
+    problem = ConvProblem.parse(record.problem)
+    return Decision(
+        problem, record.budgets, record.algorithm, params, "import", record.gain, record.revision, record.samples
+    )  # fmt: skip
 
 
 # ---- measurements -----------------------------------------------------------------------------------------------
@@ -164,8 +161,14 @@ def import_measurements(store: Store, path: str | Path, *, replace: bool = False
         OSError: if it, or the file of its environment, cannot be read.
     """
     rows = read_rows(path)
-    about = json.loads(environment_path(path).read_text())
-    description = (about.get("environments") or [about["machine"]])[0]
+    description = _where_measured(environment_path(path))
+    for row in rows:
+        cells = [row.model, row.algorithm, row.revision, row.status, row.clock]
+        times = [None if us != us else us for us in (getattr(row, name) for name in TIMES)]
+        try:
+            schema.row(schema.MeasurementRow, [*cells, *times, row.rounds, row.repeat, 0, ""], str(row.problem))
+        except schema.InvalidRowError as error:
+            raise ValueError(f"{path} is not a file of measured times: {error}") from None
     number = store.environment(description)
     there = set() if replace else {_key(row) for row in store.rows(number)}
     new = [row for row in rows if _key(row) not in there]
@@ -173,6 +176,15 @@ def import_measurements(store: Store, path: str | Path, *, replace: bool = False
         pool = pool_fingerprint({row.algorithm: row.revision for row in rows})
         store.add(number, new, pool=pool, block=store.next_block(number))
     return Taken(measurements=len(new), measurements_kept=len(rows) - len(new))
+
+
+def _where_measured(path: Path) -> schema.Description:
+    """The description of the environment in the file beside a CSV file."""
+    try:
+        about = schema.read(schema.measured_where_in, path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} does not say where the times were measured: {error}") from None
+    return (about.environments or [about.machine])[0]
 
 
 def _key(row: Any) -> tuple[Any, ...]:
@@ -184,12 +196,13 @@ def merge(store: Store, other: Store, *, replace: bool = False) -> Taken:
     the later one stays (with `replace`, the other store's). Merging twice changes nothing.
 
     Raises:
-        StoreError: if a row of the other is damaged.
+        StoreError: if a row of the other is damaged, or holds what no version writes.
     """
     fingerprints, totals = other.fingerprints(), [0] * 6
     for number, description in other.environments().items():
         here = store.environment(description, fingerprints[number])
-        made = {(d.problem, d.budgets): when for _, d, when, _ in store.decisions(here)}
+        left_out: list[str] = []  # what is invalid here gives way
+        made = {(d.problem, d.budgets): when for _, d, when, _ in store.decisions(here, None, left_out)}
         theirs = list(other.decisions(number))
         new = [
             one for one in theirs
@@ -209,9 +222,16 @@ def merge(store: Store, other: Store, *, replace: bool = False) -> Taken:
 
 def verify(store: Store) -> dict[str, list[str]]:
     """Kind of fault -> the entries that have it: "pages" (SQLite's own check), "references" (broken ones), "problems"
-    (texts that cannot be read), "rows" (damaged choices, self-tests and corrections), "unknown algorithms",
-    "old revisions" (choices that will be measured again when next needed). Kinds without a fault are left out."""
+    (texts that cannot be read), "times" (environments and measurements that no version writes), "rows" (choices,
+    self-tests and corrections that are damaged, or that no version writes), "unknown algorithms", "old revisions"
+    (choices that will be measured again when next needed). Kinds without a fault are left out."""
     found: dict[str, list[str]] = {"pages": store.problems(thorough=True), "references": store.dangling()}
+    try:
+        store.environments(), store.rows()
+        for number in store.fingerprints():
+            store.drift(number)
+    except InvalidRowError as error:
+        found["times"] = [str(error)]
     found["problems"] = []
     for text in store.problem_texts():
         try:

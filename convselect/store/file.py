@@ -67,6 +67,10 @@ class DamagedStoreError(StoreError):
     """The file is not an SQLite file, is damaged, or holds another program's tables."""
 
 
+class InvalidRowError(StoreError):
+    """A row holds what no version writes, under a checksum that is right."""
+
+
 class BusyStoreError(StoreError):
     """Another process has locked the store."""
 
@@ -112,10 +116,17 @@ class StoreFile:
     ) -> None:
         self.path = Path(path)
         self.read_only = read_only
+        self.invalid: list[str] = []
+        """Rows that hold what no version writes: they are left out. The first few, in words."""
         if not self.path.parent.is_dir():
             raise FileNotFoundError(f"there is no directory {self.path.parent}")
-        if read_only and not self.path.is_file():
-            raise FileNotFoundError(f"there is no file {self.path}")
+        if not self.path.exists():
+            if read_only:
+                raise FileNotFoundError(f"there is no file {self.path}")
+            if self.path.is_symlink():
+                raise FileNotFoundError(f"{self.path} is a symbolic link to nothing")
+        elif not self.path.is_file():  # SQLite would wait for a pipe for ever
+            raise OSError(f"{self.path} is not a regular file")
         modes = ["mode=ro"] if read_only else [""]
         if read_only and not any(_has_content(f"{self.path}{end}") for end in ("-wal", "-journal")):
             modes.append("immutable=1")
@@ -248,12 +259,19 @@ class StoreFile:
         """Give free pages back to the file system."""
         self._db.execute("vacuum")
 
+    def leave_out(self, error: InvalidRowError) -> None:
+        """Note a row that is left out."""
+        if len(self.invalid) < 10:
+            self.invalid.append(str(error))
+
     def close(self) -> None:
         self._db.close()
 
 
 def is_store(path: str | Path) -> bool:
-    """Whether a file begins as SQLite's do."""
+    """Whether a file begins as SQLite's do. Raises OSError if it cannot be read, or is no regular file."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise OSError(f"{path} is not a regular file")
     with open(path, "rb") as file:
         return file.read(16) == b"SQLite format 3\0"
 

@@ -30,7 +30,7 @@ _LAYOUTS = {"NCHW": CONTIGUOUS, "NHWC": CHANNELS_LAST}
 _KEY = re.compile(
     r"(?P<a>\d+-\d+-\d+)-(?P<kernel>\d+x\d+)-(?P<b>\d+-\d+-\d+)-(?P<N>\d+)-(?P<padding>\d+x\d+)-(?P<stride>\d+x\d+)"
     r"-(?P<dilation>\d+x\d+)-(?P<bias>\d+)-(?P<layout>[A-Za-z]+(?:-[A-Za-z]+){0,2})-(?P<dtype>[A-Z]+\d+[A-Z0-9]*)"
-    r"-(?P<direction>[FBW])(?:_g(?P<groups>\d+))?(?P<cast>(?:_c[iwo]\w+)*)"
+    r"-(?P<direction>[FBW])(?:_g(?P<groups>\d+))?(?P<cast>(?:_c[iwo][A-Z0-9]+)*)"
 )
 _KEY_3D = re.compile(r"\d+-\d+-\d+-\d+-\d+x\d+x\d+-")
 # gfx90a68.HIP.fdb.txt: 0x68 compute units; gfx1030_36.HIP.2_19_0_d.ufdb.txt: 36 compute units, and a version.
@@ -135,11 +135,11 @@ def _solver(text: str) -> tuple[str, float]:
     if len(cells) >= 4:  # the older form: the name stands for a kind of algorithm
         name, *cells = cells
     try:
-        milliseconds = float(cells[0])
+        milliseconds = float(cells[0][:30])
     except ValueError:
         raise Skipped("a solver without a time") from None
     # Some versions summed up long runs wrongly, with results of zero or below.
-    if not name or not math.isfinite(milliseconds) or milliseconds <= 0:
+    if not name or len(name) > 200 or not 0 < milliseconds < 1e9:
         raise Skipped("a time that is none")
     return name, milliseconds
 
@@ -150,6 +150,8 @@ def problem_of(key: str) -> ConvProblem:
     Raises:
         Skipped: if no `ConvProblem` can express it, with the reason.
     """
+    if len(key) > 500 or re.search("[0-9]{13}", key):  # more than any size
+        raise Skipped("a key that cannot be read")
     if _KEY_3D.match(key):
         raise Skipped("three spatial dimensions")
     found = _KEY.fullmatch(key)
@@ -173,10 +175,9 @@ def problem_of(key: str) -> ConvProblem:
         padding=_pair(found["padding"]), dilation=_pair(found["dilation"]), groups=int(found["groups"] or 1),
         dtype=_DTYPES[found["dtype"]], layout=layout, weight_layout=layout, device="cuda",
     )  # fmt: skip
-    p = problem
-    if min(p.N, p.C, p.H, p.W, p.K, R, S, *p.stride, *p.dilation, p.groups) < 1 or p.C % p.groups or p.K % p.groups:
+    if problem.why_impossible() is not None:
         raise Skipped("sizes that no convolution has")
-    if y[1:] != (p.P, p.Q):
+    if y[1:] != (problem.P, problem.Q):
         # A transposed convolution is stored as the gradient that it equals; keys that fit neither cannot be expressed.
         raise Skipped("sizes that do not fit each other (transposed, or rounded otherwise)")
     return problem

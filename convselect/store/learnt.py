@@ -11,7 +11,8 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
-from convselect.store.file import DamagedStoreError, StoreFile, now
+from convselect.store import schema
+from convselect.store.file import DamagedStoreError, InvalidRowError, StoreFile, now
 
 TestKey = tuple[str, int, str, str, str]
 """(algorithm, revision, direction, dtype, layout)."""
@@ -40,6 +41,9 @@ _KEYS = {
     "self_test": "environment, algorithm, revision, direction, dtype, layout, version",
     "correction": "environment, model, algorithm, layer",
 }
+
+
+_ROWS: dict[str, type[Any]] = {"self_test": schema.SelfTestRow, "correction": schema.CorrectionRow}
 
 
 class Learnt(StoreFile):
@@ -78,7 +82,14 @@ class Learnt(StoreFile):
         ).fetchall()
         if any(_checksum(row[:-1]) != row[-1] for row in found):
             raise DamagedStoreError(f"{self.path} is not a readable store: a {table} is not what was written")
-        return [row[:-1] for row in found]
+        rows = []
+        for row in found:
+            try:
+                schema.row(_ROWS[table], row[:-1], f"a {table} in {self.path}")
+                rows.append(row[:-1])
+            except InvalidRowError as error:
+                self.leave_out(error)
+        return rows
 
     def learnt_counts(self, environment: int | None = None) -> tuple[int, int]:
         """(self-tests, corrections), of one environment or of all."""
@@ -93,13 +104,18 @@ class Learnt(StoreFile):
         return int(tests), int(corrections)
 
     def damaged_learnt(self) -> list[str]:
-        """Every row that is not what was written, as text."""
-        return [
-            f"{table} {row[:-1]}"
-            for table, columns in _COLUMNS.items() if self.has_learnt()
-            for row in self._db.execute(f"select {columns}, checksum from {table}")
-            if _checksum(row[:-1]) != row[-1]
-        ]  # fmt: skip
+        """Every row that is not what was written, or holds what no version writes, as text."""
+        found = []
+        for table, columns in _COLUMNS.items() if self.has_learnt() else ():
+            for *row, checksum in self._db.execute(f"select {columns}, checksum from {table}"):
+                if _checksum(tuple(row)) != checksum:
+                    found.append(f"{table} {row}")
+                    continue
+                try:
+                    schema.row(_ROWS[table], row, table)
+                except InvalidRowError as error:
+                    found.append(str(error))
+        return found
 
     # ---- writing ------------------------------------------------------------------------------------------------
 
@@ -167,16 +183,18 @@ class Learnt(StoreFile):
             The numbers of self-tests and of corrections that were copied.
 
         Raises:
-            DamagedStoreError: if a row of the other is damaged.
+            DamagedStoreError, InvalidRowError: if a row of the other is damaged, or holds what no version writes.
         """
         if not other.has_learnt():
             return 0, 0
         copied = [0, 0]
-        here = {one: made for _, one, _, made, _ in self._whole(ours)} if self.has_learnt() else {}
+        here = {one: str(made) for _, one, _, made, _ in self._whole(ours)} if self.has_learnt() else {}
         new = []
         for kind, key, row, made, checksum in other._whole(theirs):
             if _checksum(row) != checksum:
                 raise DamagedStoreError(f"{other.path} is not a readable store: {key[0]} is not what was written")
+            schema.row(_ROWS[key[0]], row, f"a {key[0]} in {other.path}")
+            schema.row(schema.Made, [made], f"a {key[0]} in {other.path}")
             if replace or made > here.get(key, ""):
                 new.append((key[0], row, made))
                 copied[kind] += 1

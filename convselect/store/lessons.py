@@ -113,6 +113,7 @@ def _in_both(process: _Process, read: Callable[[Choices], Found]) -> list[Found]
         if store is not None:
             try:
                 found.append(read(store))
+                process.tell_invalid(store)
             except Exception as error:
                 failed(error)
     return found

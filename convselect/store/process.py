@@ -97,33 +97,28 @@ class _Process:
             return self.store
         try:
             path = self.path
-            if not make and not os.path.exists(path):
+            if not make and not os.path.lexists(path):
                 return None
+            from convselect.machine.ownership import examined
             from convselect.store.choices import Choices
 
-            self._make_folder(path.parent)
-            self.store = Choices(path, busy_s=BUSY_S, shared=True)
+            _make_folders(path.parent)
+            self.store = Choices(examined(path, named=self.given is not None), busy_s=BUSY_S, shared=True)
         except Exception as error:
             self.failed(error)
         return self.store
-
-    def _make_folder(self, folder: Path) -> None:
-        if not folder.is_dir():
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            folder.mkdir(mode=0o700, exist_ok=True)
-        # A file of another user could decide which code runs here; a path that the user gave is the user's decision.
-        if self.given is None and hasattr(os, "geteuid") and folder.stat().st_uid != os.geteuid():
-            raise PermissionError(f"{folder} belongs to another user")
 
     def opened_system(self) -> Choices | None:
         """The system's store, read-only; None if there is none, or it cannot be opened."""
         if self.inside > 1:
             return None
         if self.system is None and self.system_path is not None:
-            from convselect.store.choices import Choices
-
             try:
-                self.system = Choices(self.system_path, read_only=True, busy_s=BUSY_S, shared=True)
+                from convselect.machine.ownership import examined
+                from convselect.store.choices import Choices
+
+                path = examined(self.system_path, named=True, any_owner=True)
+                self.system = Choices(path, read_only=True, busy_s=BUSY_S, shared=True)
             except Exception as error:
                 self.without_system(error)
         return self.system
@@ -165,6 +160,18 @@ class _Process:
             ("store", f"convselect: choices are kept in memory only, and not for later processes: {self.why_off}")
         )
         self._keep_waiting_in_memory()
+
+    def tell_invalid(self, store: Choices) -> None:
+        """Warn of rows that were left out."""
+        if store.invalid:
+            self.warnings.append(
+                (
+                    "store row",
+                    f"convselect: {store.invalid[0]}; what no version writes is left out. `convselect store "
+                    "verify` lists it.",
+                )
+            )
+            store.invalid.clear()
 
     def without_system(self, error: Exception) -> None:
         self.warnings.append(("system store", f"convselect: the system store is left out: {error}"))
@@ -212,6 +219,7 @@ class _Process:
                 found = store.decision(fingerprint, problem, budgets)
                 if store is self.store:
                     self.locked = 0
+                self.tell_invalid(store)
                 if found is not None and _is_current(found):
                     return found
             except Exception as error:
@@ -278,6 +286,13 @@ class _Process:
                 if last:
                     raise
                 self.numbers.clear()
+
+
+def _make_folders(folder: Path) -> None:
+    """Make a folder, and those above it, for this user alone: one that others can write would be refused."""
+    missing = [one for one in (folder, *folder.parents) if not one.exists()]
+    for one in reversed(missing):
+        one.mkdir(mode=0o700, exist_ok=True)
 
 
 def _absolute(path: str | Path) -> Path:

@@ -21,7 +21,8 @@ from pathlib import Path
 
 from convselect.base.problem import ConvProblem
 from convselect.measure.rows import MACHINE, TIMES, Row, environment_path, write_rows
-from convselect.store.choices import Choices
+from convselect.store import schema
+from convselect.store.choices import Choices, problem_of
 from convselect.store.decision import Decision
 from convselect.store.file import (
     SCHEMA_VERSION,
@@ -40,6 +41,7 @@ __all__ = [
 
 _INTO_PROBLEM = "insert or ignore into problem (text) values (?)"
 _INTO_MEASUREMENT = f"into measurement values (?, (select id from problem where text = ?){', ?' * 15})"
+_COLUMNS = f"model, algorithm, revision, status, clock, {', '.join(TIMES)}, rounds, repeat, block, pool"
 _INTO_SENTINEL = "insert or replace into sentinel values (?, ?, ?, ?)"
 
 
@@ -83,7 +85,10 @@ class Store(Choices):
         rows = self._db.execute(
             "select block, before_us, after_us from sentinel where environment = ? order by block", (environment,)
         )
-        return {int(block): max(before / after, after / before) for block, before, after in rows}
+        found = [schema.row(schema.SentinelRow, row, f"a block in {self.path}") for row in rows]
+        return {
+            one.block: max(one.before_us / one.after_us, one.after_us / one.before_us) for one in found
+        }  # fmt: skip
 
     def measurements(self, environment: int) -> int:
         """Number of measurements in an environment."""
@@ -93,7 +98,7 @@ class Store(Choices):
     def next_block(self, environment: int) -> int:
         """The first number that no block of an environment has."""
         found = self._db.execute("select max(block) from measurement where environment = ?", (environment,)).fetchone()
-        return 0 if found[0] is None else int(found[0]) + 1
+        return 0 if found[0] is None else schema.row(schema.Block, found, f"a block in {self.path}").block + 1
 
     def measured(self, environment: int, pool: str, repeat: int = 0) -> set[ConvProblem]:
         """The problems on which this pool was measured in an environment."""
@@ -102,7 +107,7 @@ class Store(Choices):
             "where environment = ? and pool = ? and repeat = ?",
             (environment, pool, repeat),
         )
-        return {ConvProblem.parse(text) for (text,) in rows}
+        return {problem_of(text) for (text,) in rows}
 
     def rows(self, environment: int | None = None, max_drift: float | None = None) -> list[Row]:
         """All measurements of one environment or of all, in the order in which problems were added.
@@ -112,8 +117,7 @@ class Store(Choices):
         """
         condition, values = ("", ()) if environment is None else ("where environment = ?", (environment,))
         found = self._db.execute(
-            f"select text, model, algorithm, revision, status, clock, {', '.join(TIMES)}, rounds, repeat, environment, "
-            f"block from measurement join problem on problem.id = problem {condition} "
+            f"select environment, text, {_COLUMNS} from measurement join problem on problem.id = problem {condition} "
             "order by environment, problem, repeat, algorithm",
             values,
         ).fetchall()
@@ -123,12 +127,17 @@ class Store(Choices):
                 drifting |= {(number, block) for block, ratio in self.drift(number).items() if ratio > max_drift}
         problems: dict[str, ConvProblem] = {}
         rows = []
-        for text, model, algorithm, revision, status, clock, *times, rounds, repeat, number, block in found:
-            if (number, block) in drifting:
+        for number, text, *columns in found:
+            one = schema.row(schema.MeasurementRow, columns, f"a time in {self.path}")
+            if (number, one.block) in drifting:
                 continue
-            problem = problems.setdefault(text, ConvProblem.parse(text))
-            known = {name: value for name, value in zip(TIMES, times, strict=True) if value is not None}
-            rows.append(Row(model, problem, algorithm, revision, status, clock, **known, rounds=rounds, repeat=repeat))
+            if text not in problems:
+                problems[text] = problem_of(text)
+            known = {name: us for name in TIMES if (us := getattr(one, name)) is not None}
+            rows.append(
+                Row(one.model, problems[text], one.algorithm, one.revision, one.status, one.clock, **known,
+                    rounds=one.rounds, repeat=one.repeat)
+            )  # fmt: skip
         return rows
 
     def add_from(self, other: Store, theirs: int, ours: int) -> tuple[int, int]:
@@ -140,22 +149,42 @@ class Store(Choices):
 
         Returns:
             The numbers of measurements that were added, and that existed already.
+
+        Raises:
+            InvalidRowError: if a row of the other holds what no version writes.
         """
         rows = other._db.execute(
-            f"select text, algorithm, revision, repeat, pool, block, model, status, clock, {', '.join(TIMES)}, rounds "
-            "from measurement join problem on problem.id = problem where environment = ?",
+            f"select text, {_COLUMNS} from measurement join problem on problem.id = problem where environment = ?",
             (theirs,),
         ).fetchall()
+        for text, *columns in rows:
+            problem_of(text), schema.row(schema.MeasurementRow, columns, f"a time in {other.path}")
         sentinels = other._db.execute(
             "select block, before_us, after_us from sentinel where environment = ?", (theirs,)
         ).fetchall()
+        for sentinel in sentinels:
+            schema.row(schema.SentinelRow, sentinel, f"a block in {other.path}")
         first, time, blocks, added = self.next_block(ours), now(), set(), 0
         with self.writing():
-            for text, algorithm, revision, repeat, pool, block, *rest in rows:
+            for text, model, algorithm, revision, status, clock, *times, rounds, repeat, block, pool in rows:
                 self._db.execute(_INTO_PROBLEM, (text,))
                 entered = self._db.execute(
                     f"insert or ignore {_INTO_MEASUREMENT}",
-                    (ours, text, algorithm, revision, repeat, pool, first + block, *rest, time),
+                    (
+                        ours,
+                        text,
+                        algorithm,
+                        revision,
+                        repeat,
+                        pool,
+                        first + block,
+                        model,
+                        status,
+                        clock,
+                        *times,
+                        rounds,
+                        time,
+                    ),
                 ).rowcount
                 added += entered
                 if entered:

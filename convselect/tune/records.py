@@ -11,7 +11,10 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
+
+import msgspec
+from msgspec import Meta
 
 from convselect.base.problem import ConvProblem
 from convselect.tune.programs import Program
@@ -31,6 +34,20 @@ class Measured(NamedTuple):
     program: Program
     status: str
     time_us: float | None = None
+
+
+class _Line(msgspec.Struct):
+    """What a line of a log holds."""
+
+    environment: str
+    problem: Annotated[str, Meta(max_length=20_000)]
+    program: Annotated[str, Meta(max_length=20_000)]
+    revision: int
+    status: Literal["ok", "wrong", "failed"]
+    time_us: Annotated[float, Meta(gt=0, le=1e12)] | None
+
+
+_line = msgspec.json.Decoder(_Line).decode
 
 
 class Log:
@@ -88,15 +105,14 @@ class Log:
             shorter.replace(self.path)
         for line in lines:
             try:
-                one = json.loads(line)
-                program = Program.parse(one["program"])
-                if one["environment"] != self._environment:
+                one = _line(line)
+                program = Program.parse(one.program)
+                if one.environment != self._environment:
                     continue
-                if one["revision"] != self._revisions.get(program.algorithm):
+                if one.revision != self._revisions.get(program.algorithm):
                     continue
-                time_us = None if one["time_us"] is None else float(one["time_us"])
-                problem = ConvProblem.parse(one["problem"])
-                found.setdefault(problem, {})[program] = Measured(program, one["status"], time_us)
-            except (ValueError, KeyError, TypeError, AttributeError):
-                continue  # a line that was cut off
+                problem = ConvProblem.parse(one.problem)
+                found.setdefault(problem, {})[program] = Measured(program, one.status, one.time_us)
+            except (ValueError, RecursionError):
+                continue  # a line that was cut off, or is none
         return found

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import json
 import math
@@ -284,12 +285,16 @@ def load_with(card_changes: dict[str, object] | None = None, made: dict[str, np.
         ({"algorithm_names": ["a", "b", "c", "d"]}, "lack 'native'"),
         ({"algorithm_names": ["native", "b", "b", "d"]}, "not unique"),
         ({"algorithm_names": ["native", "b", "d"]}, "do not fit"),
-        ({"alpha": 0.0}, "makes no sense"),
-        ({"margin": -1.0}, "makes no sense"),
-        ({"margin": float("nan")}, "makes no sense"),
+        ({"alpha": 0.0}, "alpha"),
+        ({"margin": -1.0}, "margin"),
+        ({"margin": float("nan")}, "not readable"),
         ({"margin": "much"}, "damaged"),
-        ({"novel_field": 1}, "one too many"),
+        ({"novel_field": 1}, "a field too many"),
         ({"dtypes": None}, "damaged"),
+        ({"threads": [0]}, "threads"),
+        ({"threads": []}, "threads"),
+        ({"revisions": {"native": 1.5}}, "revisions"),
+        ({"figures": functools.reduce(lambda inner, _: {"a": inner}, range(600), {})}, "card is damaged"),
     ],
 )
 def test_a_foreign_card_is_named(changes: dict[str, object], match: str):
