@@ -31,7 +31,8 @@ _stock_extra_repr: Any = nn.Conv2d.extra_repr
 
 
 class SelectedConv2d(nn.Conv2d):
-    """Drop-in `torch.nn.Conv2d` that picks its algorithm per shape and direction.
+    """Drop-in `torch.nn.Conv2d` that picks its algorithm per shape and direction, for code that builds its layers.
+    Tools that ask for `type(layer) is nn.Conv2d` do not know it; layers that `convert` has marked, they do.
 
     Same arguments, parameters, state_dict keys, hooks, results and strides. `policy` ("auto", "verify", "measure",
     "native" or an algorithm's name; None for the context's) is an attribute and may be changed at any time.
@@ -40,7 +41,7 @@ class SelectedConv2d(nn.Conv2d):
         ValueError: `policy` names no algorithm.
     """
 
-    # On the class, so that converting a layer only changes its class.
+    # On the class: layers that an earlier version has converted and pickled have none of their own.
     policy: str | None = None
 
     def __init__(  # written out, since torch.nn.utils.skip_init and others read the signature

@@ -601,10 +601,11 @@ def test_b61_subclasses_with_a_forward_of_their_own_are_left_alone():
 
 
 def test_b62_revert_gives_the_very_class_back():
-    _, layer = layers(3, 4, 3)
+    plain, layer = layers(3, 4, 3)
     assert isinstance(layer, nn.Conv2d)
     assert convselect.revert(layer) is layer
     assert type(layer) is nn.Conv2d
+    assert layer.__dict__.keys() == plain.__dict__.keys()
 
 
 def test_b63_attributes_are_those_of_conv2d_and_spellings_share_a_plan():
