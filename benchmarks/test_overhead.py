@@ -30,10 +30,10 @@ def _one_thread():
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
-@pytest.mark.parametrize("kind", ["nn.Conv2d", "SelectedConv2d"])
+@pytest.mark.parametrize("kind", ["nn.Conv2d", "converted"])
 def test_cached_call(benchmark, kind, grad):
     layer = nn.Conv2d(1, 1, 3, padding=1)
-    if kind == "SelectedConv2d":
+    if kind == "converted":
         convselect.convert(layer, policy="auto")
     x = torch.randn(1, 1, 8, 8)
     benchmark.group = f"cached call, {'grad' if grad else 'no_grad'}"

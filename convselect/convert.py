@@ -1,4 +1,4 @@
-"""`convert(model)`: every `nn.Conv2d` becomes a `SelectedConv2d`, in place and by class; `revert` undoes it."""
+"""`convert(model)`: every `nn.Conv2d` chooses its algorithms from now on, in place; `revert` undoes it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,20 @@ from typing import TypeVar
 from torch import nn
 
 from convselect.choice.choose import check_policy
-from convselect.layer import SelectedConv2d, check_module, why_not_converted
+from convselect.layer import SelectedConv2d, check_module, mark, unmark, why_not_converted
 
 M = TypeVar("M", bound=nn.Module)
 
 
 def convert(model: M, *, policy: str | None = None, where: Callable[[str, nn.Module], bool] | None = None) -> M:
-    """Make every `nn.Conv2d` of `model` choose its algorithms. In place: only the class of each layer changes, so
-    parameters, buffers, hooks, names, references, parametrizations and optimizers remain valid.
+    """Make every `nn.Conv2d` of `model` choose its algorithms. In place: each layer gets a mark and an attribute
+    `policy`, and nothing else changes. Its type is still `nn.Conv2d`, so that tools which ask for it find it, and
+    parameters, buffers, hooks, names, references, parametrizations and optimizers remain valid. Copies, replicas and
+    pickles are converted too; a pickle names no class of this package, so a process that has not imported it loads
+    plain layers.
+
+    Layers that come later are plain: call `convert` again after adding or replacing some (adapters, a
+    re-parametrisation for deployment). It leaves converted ones as they are.
 
     Not converted: subclasses, which may have a forward of their own; lazy layers that have no weight yet; quantised
     layers; transposed, 1-D and 3-D convolutions. `convselect.summary(model)` lists them with the reasons.
@@ -37,14 +43,13 @@ def convert(model: M, *, policy: str | None = None, where: Callable[[str, nn.Mod
         check_policy(policy)
     for name, module in model.named_modules():
         if why_not_converted(module) is None and (where is None or where(name, module)):
-            module.__class__ = _selected_class(type(module))
-            if policy is not None:
-                module.policy = policy  # type: ignore[assignment]
+            assert isinstance(module, nn.Conv2d)
+            mark(module, policy)
     return model
 
 
 def revert(model: M) -> M:
-    """Undo `convert`: every `SelectedConv2d` becomes the plain class it was. Subclasses of `SelectedConv2d` stay.
+    """Undo `convert`, and make every `SelectedConv2d` a plain `nn.Conv2d`. Subclasses of `SelectedConv2d` stay.
 
     Returns:
         `model` itself.
@@ -54,26 +59,18 @@ def revert(model: M) -> M:
     """
     check_module(model, "revert")
     for module in model.modules():
+        unmark(module)
         if isinstance(module, SelectedConv2d) and (plain := _plain_class(type(module))) is not None:
             module.__dict__.pop("policy", None)
             module.__class__ = plain
     return model
 
 
-def _selected_class(kind: type) -> type:
-    if kind is nn.Conv2d:
-        return SelectedConv2d
-    # A parametrized layer's class has the properties of its parametrizations: make the same class on the other base.
-    return type(kind.__name__.replace("Conv2d", "SelectedConv2d"), (SelectedConv2d,), _members(kind))
-
-
 def _plain_class(kind: type) -> type | None:
     if kind is SelectedConv2d:
         return nn.Conv2d
     if kind.__bases__ == (SelectedConv2d,) and kind.__name__ == "ParametrizedSelectedConv2d":
-        return type("ParametrizedConv2d", (nn.Conv2d,), _members(kind))
+        # A parametrized layer's class has the properties of its parametrizations: the same class on the other base.
+        members = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
+        return type("ParametrizedConv2d", (nn.Conv2d,), members)
     return None
-
-
-def _members(kind: type) -> dict[str, object]:
-    return {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}

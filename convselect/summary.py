@@ -18,7 +18,7 @@ from convselect.eager import resolve
 from convselect.eager.standing import TIMED, OnTrial, distrusted, gains, others, told
 from convselect.freeze.chains import why_not_frozen
 from convselect.freeze.freeze import FrozenForward, frozen_forwards, parents
-from convselect.layer import SelectedConv2d, check_module, why_not_converted
+from convselect.layer import check_module, chooses, why_not_converted
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,9 @@ def summary(model: nn.Module) -> Summary:
             fused[_join(name, chain.name)] = chain.fused
             if chain.norm_name:
                 folded[_join(name, chain.name)] = _join(name, chain.norm_name)
-    converted = {name: layer.policy for name, layer in modules.items() if isinstance(layer, SelectedConv2d)}
+    converted: dict[str, Any] = {
+        name: getattr(layer, "policy", None) for name, layer in modules.items() if chooses(layer)
+    }
     reasons = {
         name: why_not_converted(module)
         for name, module in modules.items()
@@ -219,7 +221,7 @@ def _choices(layers: dict[str, Any]) -> list[LayerChoice]:
     """The current choices of this process for problems of these layers."""
     by_geometry: dict[tuple[int, ...], list[tuple[str, str | None]]] = {}
     for name, layer in layers.items():
-        by_geometry.setdefault(_geometry(layer), []).append((name, layer.policy))
+        by_geometry.setdefault(_geometry(layer), []).append((name, getattr(layer, "policy", None)))
     found = []
     remembered: Any = list(resolve.choices.entries.items()) if layers else []
     for (problem, used), entry in remembered:

@@ -9,13 +9,15 @@ import types
 import pytest
 import torch
 
-from convselect.base import settings
+from convselect.base import settings, warnings
 
 # What the user has calibrated or stored must not decide what tests see; processes that tests start inherit this.
 # And what is chosen must not depend on a clock: trials on real calls, the default, have tests of their own. (All others
 # may be run under them as well: CONVSELECT_TEST_POLICY=verify.)
 os.environ["CONVSELECT_POLICY"] = os.environ.get("CONVSELECT_TEST_POLICY", "auto")
 settings.set_defaults(os.environ["CONVSELECT_POLICY"])  # pytest's own configuration has imported the package already
+# Given once per process, so by whichever test exports first; test_interplay.py has one of its own for it.
+warnings._given.add("export")
 os.environ["CONVSELECT_CACHE"] = tempfile.mkdtemp(prefix="convselect-tests-")
 # Threads wait for others asleep: beside another worker's tests, spinning costs several times what they compute. (OpenMP
 # reads this when it is loaded, so it holds in the workers of xdist and in processes that tests start.)

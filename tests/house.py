@@ -109,7 +109,7 @@ _CALLS = """
 import json, sys, torch, convselect
 folder = convselect.__path__[0]
 torch.set_num_threads(1)
-layer = convselect.SelectedConv2d(64, 64, 3, padding=1, policy="auto")
+layer = convselect.convert(torch.nn.Conv2d(64, 64, 3, padding=1), policy="auto")
 x = torch.randn(1, 64, 56, 56)
 def passed():
     seen = []

@@ -15,8 +15,8 @@ from torch.nn.utils import parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
 import convselect
-from convselect import SelectedConv2d
 from convselect.base import lru
+from convselect.layer import chooses
 from convselect.model import loaded
 
 GEMM = "im2col_gemm"
@@ -268,7 +268,7 @@ def test_pruning(method, order):
         prune.remove(model[0], "weight")
     assert prune.is_pruned(mine) == prune.is_pruned(stock)
     same([mine(X)], [stock(X)])
-    assert type(mine[0]) is SelectedConv2d
+    assert chooses(mine[0])
     assert algorithms_of(lambda: mine(X)) == [GEMM, GEMM]
 
 
@@ -303,7 +303,7 @@ def test_reparametrised_layers_train_alike(wrap, order):
         wrap(model[0])
         if selected and order == "before":
             convselect.convert(model)
-        assert isinstance(model[0], SelectedConv2d) == selected
+        assert chooses(model[0]) == selected
         models.append(model)
     assert list(models[0].state_dict()) == list(models[1].state_dict())
     want, got = (train(model) for model in models)
@@ -340,8 +340,8 @@ class Plain(nn.Module):
 @pytest.mark.parametrize("prepared_first", [False, True])
 @pytest.mark.filterwarnings("ignore")
 def test_eager_quantisation(aware, prepared_first):
-    """`torch.ao` swaps modules by their class: observers on ours; what it does not know it leaves in float, so convert
-    last, or revert first. Either way values are right, and `convert` leaves quantised layers alone."""
+    """`torch.ao` swaps modules by their class, which converting does not change. Before and after it values are right,
+    and `convert` leaves quantised layers alone."""
     ao = _ao()
     stock = Plain(ao)
     stock.qconfig = ao.get_default_qat_qconfig("fbgemm") if aware else ao.get_default_qconfig("fbgemm")
@@ -350,7 +350,6 @@ def test_eager_quantisation(aware, prepared_first):
         convselect.convert(mine)
         with torch.no_grad():
             same([mine(X)], [stock(X)])
-        convselect.revert(mine)
     results = []
     for model in (stock, mine):
         model.train(aware)
@@ -360,8 +359,6 @@ def test_eager_quantisation(aware, prepared_first):
             assert bool(report.converted) != aware  # layers aware of quantisation have a forward of their own
         with convselect.enabled() if model is mine else convselect.use():
             float_results = model(X)
-        if model is mine:
-            convselect.revert(model)
         ao.convert(model.eval(), inplace=True)
         report = convselect.summary(convselect.convert(model))
         assert not report.converted
@@ -376,7 +373,7 @@ def test_eager_quantisation(aware, prepared_first):
 
 @pytest.mark.filterwarnings("ignore")
 def test_what_quantisation_does_to_a_converted_model():
-    """Converted layers keep their float arithmetic: `torch.ao` looks their class up and does not find it."""
+    """What is not quantised goes on choosing."""
     ao = _ao()
     stock = Plain(ao).eval()
     mine = copy.deepcopy(stock)
@@ -384,7 +381,7 @@ def test_what_quantisation_does_to_a_converted_model():
     want = stock(X)
     dynamic = ao.quantize_dynamic(copy.deepcopy(mine), {nn.Linear}, torch.qint8)
     same([dynamic(X)], [want])
-    assert type(dynamic.conv) is SelectedConv2d
+    assert chooses(dynamic.conv)
 
 
 # ---- subclasses -------------------------------------------------------------------------------------------------

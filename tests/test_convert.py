@@ -1,4 +1,4 @@
-"""`convert` and `revert`: in place, by class, nothing else touched; and what `summary` says of it."""
+"""`convert` and `revert`: in place, by a mark, nothing else touched; and what `summary` says of it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import pickle
+import re
 import warnings
 
 import pytest
@@ -23,6 +24,9 @@ from convselect.choice import budgets
 from convselect.choice.choose import Choice
 from convselect.choice.trial import Measured
 from convselect.eager import live_trial, resolve
+from convselect.layer import chooses
+
+ADDED = {"_convselect": True, "policy": None}  # to a converted layer's __dict__: plain data, since pickles have it
 
 
 @pytest.fixture(params=[None, OTHER], autouse=True)
@@ -64,17 +68,20 @@ def state_of(model):
     return [(id(m), [(name, held(value)) for name, value in m.__dict__.items()]) for m in model.modules()]
 
 
-def test_only_classes_change():
+def test_only_marks_are_added():
     model = small_net()
     x, before, want = input_(), state_of(model), small_net()(input_())
     assert convselect.convert(model) is model
     report = convselect.summary(model)
     assert report.converted == {"0": None, "1.conv": None, "2": None}
     assert report.left_alone == {}
-    assert [type(m) for m in (model[0], model[1].conv, model[2])] == [SelectedConv2d] * 3
-    assert state_of(model) == before
+    assert [type(m) for m in (model[0], model[1].conv, model[2])] == [nn.Conv2d] * 3
+    assert all(layer.__dict__.items() >= ADDED.items() for layer in (model[0], model[1].conv, model[2]))
+    after = [(i, [(name, held) for name, held in items if name not in ADDED]) for i, items in state_of(model)]
+    assert after == before
     torch.testing.assert_close(model(x), want, rtol=1e-4, atol=1e-5)
-    assert repr(model) == repr(small_net()).replace("Conv2d", "SelectedConv2d")
+    assert repr(model) == re.sub(r"(Conv2d.*)\)", r"\1, convselect)", repr(small_net()))
+    assert "policy='native')" in repr(convselect.convert(small_net(), policy="native"))
 
 
 def test_revert_restores_everything():
@@ -94,7 +101,7 @@ def test_revert_restores_everything():
 def test_twice():
     model = small_net()
     convselect.convert(model, policy="native", where=lambda name, module: name == "0")
-    assert type(model[2]) is nn.Conv2d
+    assert not chooses(model[2])
     convselect.convert(model, policy="auto")
     assert convselect.summary(model).converted == {
         "0": "native",
@@ -111,10 +118,10 @@ def test_a_bare_layer():
     weight = layer.weight
     assert "(the model itself): It was not converted." in str(convselect.summary(layer))
     assert converted(layer) == [""]
-    assert type(layer) is SelectedConv2d
+    assert chooses(layer)
     assert layer.weight is weight
     assert convselect.revert(layer) is layer
-    assert type(layer) is nn.Conv2d
+    assert not chooses(layer)
 
 
 def test_no_convolutions():
@@ -141,7 +148,7 @@ def test_where_sees_names_and_layers():
 def test_policy():
     model = small_net()
     convselect.convert(model, policy="im2col_gemm")
-    assert {m.policy for m in model.modules() if isinstance(m, SelectedConv2d)} == {"im2col_gemm"}
+    assert {m.policy for m in model.modules() if chooses(m)} == {"im2col_gemm"}
     assert SelectedConv2d.policy is None
     torch.testing.assert_close(model(input_()), small_net()(input_()), rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="unknown policy 'fastest'"):
@@ -149,7 +156,7 @@ def test_policy():
     untouched = small_net()
     with pytest.raises(ValueError, match="unknown policy"):
         convselect.convert(untouched, policy="fastest")
-    assert type(untouched[0]) is nn.Conv2d
+    assert not chooses(untouched[0])
 
 
 FUNCTIONS = (convselect.convert, convselect.revert, convselect.freeze, convselect.unfreeze, convselect.summary)
@@ -202,7 +209,7 @@ def test_pipelines_are_told_what_to_convert():
             assert str(caught.value) == (
                 f"{function.__name__} takes an nn.Module, not {kind.__name__}; {verb} its modules instead: {names}."
             )
-            assert type(pipeline.unet[0]) is nn.Conv2d
+            assert not chooses(pipeline.unet[0])
         with pytest.raises(TypeError, match=r"not PipelineWithNothing\.$"):
             function(PipelineWithNothing())
 
@@ -217,11 +224,11 @@ def test_shared_modules_are_converted_once():
     want = model(x)
     assert converted(model) == ["0"]
     assert model[0] is model[2] is shared
-    assert type(shared) is SelectedConv2d
+    assert chooses(shared)
     torch.testing.assert_close(model(x), want, rtol=1e-4, atol=1e-5)
     model(x).sum().backward()
     convselect.revert(model)
-    assert type(shared) is nn.Conv2d
+    assert not chooses(shared)
 
 
 def test_tied_weights_stay_tied():
@@ -267,7 +274,7 @@ def test_optimizer_and_average_go_on():
             if step == convert_at:
                 convselect.convert(model)
                 average = torch.optim.swa_utils.AveragedModel(model)
-                assert type(average.module[0]) is SelectedConv2d
+                assert chooses(average.module[0])
                 assert average.module[0].weight is not model[0].weight
             loss = nn.functional.cross_entropy(head(model(input_())), torch.tensor([0, 2]))
             optimizer.zero_grad()
@@ -291,7 +298,7 @@ def test_a_deep_copy_is_independent():
     convselect.convert(model, policy="native")
     twin = copy.deepcopy(model)
     convselect.revert(model)
-    assert type(twin[0]) is SelectedConv2d
+    assert chooses(twin[0])
     assert twin[0].policy == "native"
     torch.testing.assert_close(twin(input_()), model(input_()))
 
@@ -372,16 +379,21 @@ class Halved(nn.Module):
         return weight / 2
 
 
-def test_parametrized_layers():
-    x = input_()
+def parametrized_net():
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3))
     parametrizations.weight_norm(model[0])
     parametrize.register_parametrization(model[0], "weight", Halved())
     parametrize.register_parametrization(model[0], "bias", Halved())
+    return model
+
+
+def test_parametrized_layers():
+    x, model = input_(), parametrized_net()
     want, keys = model(x), list(model.state_dict())
     ids = [id(p) for p in model.parameters()]
     assert converted(model) == ["0", "1"]
-    assert isinstance(model[0], SelectedConv2d)
+    assert chooses(model[0])
     assert parametrize.is_parametrized(model[0], "weight")
     assert list(model.state_dict()) == keys
     assert [id(p) for p in model.parameters()] == ids
@@ -393,31 +405,32 @@ def test_parametrized_layers():
     with parametrize.cached():
         torch.testing.assert_close(model(x), want, rtol=1e-4, atol=1e-5)
     twin = copy.deepcopy(model)
-    assert isinstance(twin[0], SelectedConv2d)
+    assert chooses(twin[0])
     torch.testing.assert_close(twin(x), want, rtol=1e-4, atol=1e-5)
     model(x).sum().backward()
     assert all(p.grad is not None for p in model.parameters())
 
-    # Back, with the parametrizations still on it ...
+    # Back, with the parametrizations still on it, as on a copy: PyTorch gives both the same class ...
     convselect.revert(twin)
-    assert not isinstance(twin[0], SelectedConv2d)
+    assert not chooses(twin[0])
+    assert type(twin[0]) is type(model[0])
     assert type(twin[0]).__bases__ == (nn.Conv2d,)
-    assert type(twin[0]).__name__ == "ParametrizedConv2d"
     torch.testing.assert_close(twin(x), want, rtol=1e-4, atol=1e-5)
     assert converted(twin) == ["0", "1"]
     convselect.revert(twin)
-    parametrize.remove_parametrizations(twin[0], "weight")
-    parametrize.remove_parametrizations(twin[0], "bias")
-    assert type(twin[0]) is nn.Conv2d
-    torch.testing.assert_close(twin(x), want, rtol=1e-4, atol=1e-5)
 
-    # ... or after they were taken off.
-    parametrize.remove_parametrizations(model[0], "weight")
-    parametrize.remove_parametrizations(model[0], "bias")
-    assert type(model[0]) is SelectedConv2d
-    torch.testing.assert_close(model(x), want, rtol=1e-4, atol=1e-5)
-    convselect.revert(model)
-    assert type(model[0]) is nn.Conv2d
+    # ... or without them, taken off before or after.
+    for after in (False, True):
+        model = convselect.convert(parametrized_net())
+        for step in (0, 1) if after else (1, 0):
+            if step:
+                convselect.revert(model)
+            else:
+                parametrize.remove_parametrizations(model[0], "weight")
+                parametrize.remove_parametrizations(model[0], "bias")
+            assert chooses(model[0]) == (after and not step)
+            torch.testing.assert_close(model(x), want, rtol=1e-4, atol=1e-5)
+        assert type(model[0]) is nn.Conv2d
 
 
 def test_parametrizations_put_on_after_converting():
@@ -428,7 +441,7 @@ def test_parametrizations_put_on_after_converting():
     parametrize.register_parametrization(layer, "weight", Halved())
     want = layer(x)
     convselect.revert(layer)
-    assert not isinstance(layer, SelectedConv2d)
+    assert not chooses(layer)
     torch.testing.assert_close(layer(x), want, rtol=1e-4, atol=1e-5)
     parametrize.remove_parametrizations(layer, "weight")
     assert type(layer) is nn.Conv2d
@@ -457,7 +470,7 @@ def test_compiled_and_scripted_models_still_run():
     compiled = torch.compile(model, backend="eager")
     torch.testing.assert_close(compiled(x), want)
     assert len(converted(compiled)) == 3
-    assert type(model[0]) is SelectedConv2d
+    assert chooses(model[0])
     torch.testing.assert_close(compiled(x), want, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(model(x), want, rtol=1e-4, atol=1e-5)
     convselect.revert(compiled)

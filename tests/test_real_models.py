@@ -175,7 +175,7 @@ def compare(model, inputs):
             assert_equal(gradients(model, inputs), want, calls, "enabled")
 
     within = algorithms_of(inside)
-    assert all(type(m) is not convselect.SelectedConv2d for m in model.modules())
+    assert not convselect.summary(model).converted
     assert set(within) - {"native"}
     assert len(within) >= len(ours)
     if report.converted:
@@ -196,6 +196,27 @@ def test_timm(name, timm):
 def test_timm_in_channels_last(timm):
     model = timm.create_model("mobilenetv3_small_050", num_classes=10).to(memory_format=torch.channels_last)
     compare(model, (torch.randn(2, 3, 64, 64).contiguous(memory_format=torch.channels_last),))
+
+
+def test_reparameterised_models(timm):
+    """New layers are plain, and another `convert` takes them in."""
+    from timm.layers import convert_sync_batchnorm
+    from timm.utils.model import reparameterize_model
+
+    stock = timm.create_model("repvit_m0_9", num_classes=10).eval()
+    model = convselect.convert(copy.deepcopy(stock))
+    layers = len(convselect.summary(model).converted)
+    assert len(convselect.summary(convert_sync_batchnorm(copy.deepcopy(model))).converted) == layers
+    stock, model = reparameterize_model(stock), reparameterize_model(model)
+    kinds = [type(m) for m in model.modules()]
+    assert kinds == [type(m) for m in stock.modules()]
+    report = convselect.summary(model)
+    assert set(report.left_alone.values()) == {"It was not converted."}
+    convselect.convert(model)
+    assert len(report.converted) < len(convselect.summary(model).converted) == kinds.count(nn.Conv2d) < layers
+    x = torch.randn(1, 3, 64, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), stock(x), rtol=1e-3, atol=1e-4)
 
 
 def test_unet(diffusers):

@@ -257,6 +257,11 @@ def current() -> Settings:
     return _override.get() or _default
 
 
+def in_use() -> bool:
+    """Whether a `use(...)` is in force, rather than the process's settings."""
+    return _override.get() is not None
+
+
 def defaults() -> Settings:
     """The process's settings: those of `set_defaults`, else of the environment variables."""
     return _default

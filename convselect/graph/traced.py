@@ -27,6 +27,7 @@ from convselect.aten.arguments import Geometry, autocast_dtype, cast_like_autoca
 from convselect.aten.strides import in_functorch
 from convselect.base import settings as _settings
 from convselect.base.problem import DTYPE_NAMES, ConvProblem, Direction
+from convselect.base.warnings import warn_once
 from convselect.choice.choose import NATIVE
 from convselect.eager.resolve import choice_for
 from convselect.graph import ops
@@ -151,7 +152,16 @@ def verdict(x: Any, weight: Any, bias: Any, geometry: Geometry, policy: str | No
             torch.empty_strided(size, strides, dtype=t.dtype, device=t.device)
             for t, (size, strides, _) in zip(tensors, numbers, strict=True)
         ]
-        return _of_stand_ins(stand_ins, needs, geometry, settings, dynamic=dynamic)
+        answer = _of_stand_ins(stand_ins, needs, geometry, settings, dynamic=dynamic)
+    if answer[0] == "operator" and torch.compiler.is_exporting() and policy is None and not _settings.in_use():
+        warn_once(
+            "export",
+            "an exported program has the operator convselect::conv2d where that is expected to be faster. It needs "
+            "`import convselect`, and quantisation of exported programs, converters and other runtimes look for "
+            'aten.conv2d: for those, export under convselect.use("native"). To have it without this warning, export '
+            'under convselect.use("auto").',
+        )
+    return answer
 
 
 def _in_force(policy: str | None) -> _settings.Settings:

@@ -243,11 +243,6 @@ def _sums(layers: Sequence[Layer], training: bool) -> dict[str, tuple[float | No
 # ---- what there is ----------------------------------------------------------------------------------------------
 
 
-def _chooses(module: nn.Module) -> bool:
-    """Whether this is a converted layer: only those have a policy."""
-    return isinstance(module, nn.Conv2d) and hasattr(module, "policy")
-
-
 def _posed(model: nn.Module, x: Tensor, training: bool) -> Posed:
     found: Posed = {}
 
@@ -260,9 +255,7 @@ def _posed(model: nn.Module, x: Tensor, training: bool) -> Posed:
 
         return record
 
-    handles = [
-        module.register_forward_pre_hook(hook(name)) for name, module in model.named_modules() if _chooses(module)
-    ]
+    handles = [model.get_submodule(name).register_forward_pre_hook(hook(name)) for name in summary(model).converted]
     try:
         with torch.set_grad_enabled(training), settings.use("native"):
             model(x)
