@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -116,16 +117,29 @@ def _lines(rows: Iterable[Row]) -> str:
     return text.getvalue()
 
 
+def read_text(path: str | Path) -> str:
+    """The text of a file (`.gz`: compressed).
+
+    Raises:
+        ValueError: if it is not UTF-8, or not compressed although its name says so, with the name; OSError.
+    """
+    data = Path(path).read_bytes()
+    try:
+        return (gzip.decompress(data) if Path(path).suffix == ".gz" else data).decode()
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{path} is not a whole file that gzip has written: {error}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not a text file: {error}") from error
+
+
 def read_rows(path: str | Path) -> list[Row]:
     """All complete rows of a file (`.gz`: compressed), in order. An unfinished last line is left out.
 
     Raises:
         ValueError: if the header differs, or a row has an unknown status or a field that is not a number.
     """
-    text = Path(path).read_bytes()
-    if Path(path).suffix == ".gz":
-        text = gzip.decompress(text)
-    lines = text[: text.rfind(b"\n") + 1].decode().splitlines()
+    text = read_text(path)
+    lines = text[: text.rfind("\n") + 1].splitlines()
     reader = csv.reader(lines)
     header = tuple(next(reader, ()))
     if header not in _HEADERS:

@@ -113,6 +113,8 @@ def _records(path: Path) -> Iterable[tuple[str, Mapping[str, Any], Mapping[str, 
         text = path.read_text()
         if path.suffix == ".json":
             whole = json.loads(text)
+            if not isinstance(whole, dict) or "format" not in whole:
+                raise ValueError("it does not say what it holds")
             if whole["format"] != FORMAT or whole["version"] != FORMAT_VERSION:
                 raise ValueError(f"it is {whole['format']!r} of version {whole['version']}")
             for group in whole["environments"]:
