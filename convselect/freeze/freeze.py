@@ -324,6 +324,8 @@ class FrozenForward:
             refusals.refuse_training(self.root)
             if not self._is_on_cpu():
                 return False  # it was moved since
+            if self._traced is not None and not self._traced.is_readable:
+                self._traced = None  # weights were replaced by those of a quantisation library since
             traced = self.traced()
             if traced is None:
                 return False
@@ -359,7 +361,8 @@ class FrozenForward:
             return True
         with self._lock, torch.inference_mode(False), torch.no_grad():
             layers = [] if self._program is None else list(self._program.layers.values())
-            if same_modules and self._is_on_cpu() and self._watch.covers([layer.sources() for layer in layers]):
+            sources = [layer.sources() for layer in layers]
+            if same_modules and self._watch.is_readable() and self._watch.covers(sources):
                 changed |= self._watch.changed_anywhere()
                 self._watch.accept()
                 refolded = [layers[i].refold() for i in changed]

@@ -124,6 +124,50 @@ def test_training_for_quantisation_is_refused(model):
         torch.ao.quantization.prepare_qat(model.train())
 
 
+class Packed(torch.Tensor):
+    """As the weights of a quantisation library: a linear layer runs, and nothing else."""
+
+    @staticmethod
+    def __new__(cls, t):
+        return torch.Tensor._make_wrapper_subclass(cls, t.shape, dtype=t.dtype)
+
+    def __init__(self, t):
+        self.plain = t
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is nn.functional.linear:
+            return function(args[0], args[1].plain, *args[2:])
+        return super().__torch_function__(function, types, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].plain)
+        raise NotImplementedError(f"{function} on packed weights")
+
+
+def packed(model):
+    model[4].weight = nn.Parameter(Packed(model[4].weight.detach() * 2), requires_grad=False)
+    return model
+
+
+@pytest.mark.parametrize("when", ["before", "fresh", "used"])
+def test_weights_of_another_kind(when):
+    """Quantised before freezing, after it, or after the first call of the frozen model."""
+    x = torch.randn(X)
+    model = frozen(used=when == "used")
+    if when == "before":
+        convselect.freeze(packed(convselect.unfreeze(model)), x)
+    else:
+        packed(model)
+    stock = eager(model[:4], x) @ model[4].weight.plain.T + model[4].bias
+    for _ in range(2):
+        assert distance(model(x), stock) < CONV
+    assert "0" in convselect.summary(model).fused
+    assert "4" not in convselect.summary(model).fused
+
+
 def test_a_model_that_was_moved_to_another_device_runs_as_it_is_there(model):
     x = torch.randn(X)
     state, want = copy.deepcopy(model.state_dict()), eager(model, x)
