@@ -31,10 +31,11 @@ def main() -> None:
         _app()()
     except KeyboardInterrupt:  # while the program was still loading
         raise SystemExit(130) from None
-    except OSError as error:  # commands report their own files: this is what they print to, on a full disk for example
+    except OSError as error:  # commands report their own files: this is mostly what they print to, say on a full disk
         from convselect.cli.console import sentence
 
-        print(f"convselect: the output cannot be written: {sentence(error)}", file=sys.stderr)
+        what = "" if error.filename is not None else "the output cannot be written: "
+        print(f"convselect: {what}{sentence(error)}", file=sys.stderr)
         raise SystemExit(1) from None
 
 

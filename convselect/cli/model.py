@@ -144,11 +144,12 @@ def _problems(
         raise ValueError("give CSV files of layers, or --model and --input")
     items: list[Layer] = []
     if model is not None and input_shape is not None:
-        name, module, x = demo.load_user_model(model, demo.parse_shape(input_shape))
-        found = sampling.recorded(module, x, training=not inference)
+        subject = demo.load_user_model(model, demo.parse_shape(input_shape))
+        with demo.blaming(subject, "looking for its convolutions"):
+            found = sampling.recorded(subject.model, subject.x, training=not inference)
         if not found:
             raise ValueError(f"{model} computes no 2-D convolution")
-        items += [(name, p._replace(threads=t)) for p in dict.fromkeys(found) for t in threads]
+        items += [(subject.name, p._replace(threads=t)) for p in dict.fromkeys(found) for t in threads]
     if lists:
         items += sampling.from_lists(
             lists, count, random=random, perturb=perturb, threads=threads, dtypes=dtypes or sampling.DTYPES, seed=seed

@@ -97,15 +97,11 @@ def _of_model(
     import torch
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
+    from convselect.demo import demo
     from convselect.report import of_model
 
-    try:  # errors of the model itself are reported in one line
-        with torch.inference_mode():
-            subject.model.eval()(subject.x)
-    except Exception as error:
-        shape = ",".join(map(str, subject.x.shape))
-        told = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(f"{subject.name} on an input of {shape}: {told}") from error
+    with demo.blaming(subject, "forward"), torch.inference_mode():
+        subject.model.eval()(subject.x)
     with progress(
         TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn()
     ) as bar:

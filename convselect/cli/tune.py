@@ -128,8 +128,9 @@ def problems(
     for target in targets:
         own: Counter[ConvProblem] = Counter()
         if target in ARCHITECTURES or (":" in target and " " not in target and not target.endswith(".csv")):
-            _, model, x = demo.subject_of(target, input_shape)
-            own.update(sampling.recorded(model, x, training=training))
+            subject = demo.subject_of(target, input_shape)
+            with demo.blaming(subject, "looking for its convolutions"):
+                own.update(sampling.recorded(subject.model, subject.x, training=training))
         elif target.endswith(".csv"):
             for problem in dict.fromkeys(problem for _, problem in sampling.read_layers(target)):
                 for direction in wanted:

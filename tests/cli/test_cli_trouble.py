@@ -119,6 +119,43 @@ def test_other_mistakes(arguments, said, files):
     assert told.stderr.count("\n") == 1
 
 
+TWO_LINES = """
+from torch import nn
+class Net(nn.Module):
+    def forward(self, x):
+        raise RuntimeError("two\\nlines")
+"""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("report", "--no-timing"), ("tune",), ("collect", "--out", "o.sqlite", "--no-malloc-tuning", "--model")],
+    ids=" ".join,
+)
+def test_a_model_that_does_not_run(command, files, monkeypatch):
+    (files / "two_lines.py").write_text(TWO_LINES)
+    monkeypatch.syspath_prepend(str(files))
+    told = run(*command, "two_lines:Net", "--input", "1,3,8,8")
+    assert told.exit_code == 2, told.output
+    assert told.stderr.endswith("RuntimeError: two lines\n")
+    assert "two_lines:Net on an input of 1,3,8,8" in told.stderr
+    assert told.stderr.count("\n") == 1
+    told = run(*command, "torch.nn:Identity", "--input", f"1,1,{10**8},{10**8}")
+    assert told.exit_code == 2, told.output
+    assert "cannot be made" in told.stderr
+
+
+def test_a_search_goes_on_where_its_log_cannot_be_written(files, monkeypatch):
+    (files / "text").write_text("a file where a folder should be")
+    monkeypatch.setenv("CONVSELECT_STORE", str(files / "text" / "own.sqlite"))
+    convselect.set_store(None)
+    said = convselect.ConvselectWarning
+    with pytest.warns(said, match="in memory only"), pytest.warns(said, match="not kept for later searches"):
+        told = run("tune", SHORT, "--trials", 1, "--strategy", "random", "--threads", 1)
+    assert told.exit_code == 0, told.output
+    assert "geometric mean" in told.stdout
+
+
 def test_a_file_that_may_not_be_written(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_: False)  # as for a user who is not root
     with pytest.raises(ValueError, match=r"--out: .*x may not be written"):
