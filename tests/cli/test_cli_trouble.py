@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 import convselect
 from convselect.cli import console, main, model, report, tools, tune
+from convselect.demo import demo
 from convselect.doctor.bench import LARGEST_SIZE, parse
 
 SHORT = "1x8x12x12 8 3x3 p1"
@@ -29,6 +30,7 @@ def files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CONVSELECT_STORE", str(tmp_path / "own.sqlite"))
     convselect.set_store(None)
+    monkeypatch.setattr(demo, "restart_with_tuned_malloc", lambda: None)  # it would replace the process of the tests
     (tmp_path / "folder").mkdir()
     for suffix in ("sqlite", "csv", "json", "csv.gz"):
         (tmp_path / f"text.{suffix}").write_text("hello,\nI am text\n")
