@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from markdown_it import MarkdownIt
+from torchvision_stub import without_torchvision
 from typer.main import get_command
 
 import convselect
@@ -118,9 +119,10 @@ LIBRARIES = [(page, needs) for page in PAGES for needs in dict.fromkeys(b.needs 
 @pytest.mark.parametrize(("page", "needs"), LIBRARIES, ids=[f"{page.name}-{'-'.join(n)}" for page, n in LIBRARIES])
 def test_python_blocks_with_a_library_run(page, needs, sandbox):
     """After the page's blocks that need none. A page says so where a block needs a package that may be missing."""
-    for name in needs:
-        pytest.importorskip(name)
-    run_blocks(page, needs)
+    with without_torchvision() if "timm" in needs else contextlib.nullcontext():
+        for name in needs:
+            pytest.importorskip(name)
+        run_blocks(page, needs)
 
 
 def run_blocks(page: Path, needs: tuple[str, ...]) -> None:
