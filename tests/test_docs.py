@@ -9,6 +9,7 @@ import io
 import json
 import re
 import shlex
+import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from markdown_it import MarkdownIt
+from torchvision_stub import without_torchvision
 from typer.main import get_command
 
 import convselect
@@ -33,16 +35,20 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 LANGUAGES = {"python", "pycon", "bash", "text", "csv", "json"}
 NOT_RUN = re.compile(r"<!-- not run: (?P<why>\S.*?) -->\s*$")
 """In Markdown right before a block of Python, which is then compiled only."""
+NEEDS = re.compile(r"<!-- needs: (?P<names>\w+(?:, \w+)*) -->\s*$")
+"""In Markdown right before a block of Python that runs if these packages are installed."""
 IDS = [page.name for page in PAGES]
 
 
 class Block(NamedTuple):
-    """A fenced block. `not_run` is the reason if the page has one, `line` the first line of its text, from 1."""
+    """A fenced block. `not_run` is the reason if the page has one, `line` the first line of its text, from 1, `needs`
+    the packages that it imports and that need not be there."""
 
     language: str
     text: str
     line: int
     not_run: str | None
+    needs: tuple[str, ...] = ()
 
 
 def blocks(page: Path) -> list[Block]:
@@ -50,8 +56,12 @@ def blocks(page: Path) -> list[Block]:
     found = []
     for before, token in zip([None, *tokens], tokens, strict=False):
         if token.type in ("fence", "code_block"):
-            mark = NOT_RUN.search(before.content) if before is not None and before.type == "html_block" else None
-            found.append(Block(token.info.strip(), token.content, token.map[0] + 2, mark["why"] if mark else None))
+            comment = before.content if before is not None and before.type == "html_block" else ""
+            mark, needs = NOT_RUN.search(comment), NEEDS.search(comment)
+            names = tuple(needs["names"].split(", ")) if needs else ()
+            found.append(
+                Block(token.info.strip(), token.content, token.map[0] + 2, mark["why"] if mark else None, names)
+            )
     return found
 
 
@@ -75,12 +85,13 @@ def test_the_parser_of_this_file_sees_what_it_must(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(
         "# A\n\n<!-- not run: needs a GPU -->\n```python\nx = 1\n```\n\n1. item\n\n   ```bash\n   ls\n   ```\n\n"
-        "<!-- not run: -->\n```python\ny\n```\n"
+        "<!-- not run: -->\n```python\ny\n```\n\n<!-- needs: one, two -->\n```python\nz\n```\n"
     )
     assert blocks(page) == [
         Block("python", "x = 1\n", 5, "needs a GPU"),
         Block("bash", "ls\n", 11, None),
         Block("python", "y\n", 16, None),  # without a reason it runs
+        Block("python", "z\n", 21, None, ("one", "two")),
     ]
 
 
@@ -98,12 +109,30 @@ def test_python_blocks_run(page, sandbox):
     """From top to bottom, in one namespace, as a reader would type them."""
     if not (of_language(page, "python") or of_language(page, "pycon")):
         return
+    run_blocks(page, ())
+
+
+LIBRARIES = [(page, needs) for page in PAGES for needs in dict.fromkeys(b.needs for b in blocks(page)) if needs]
+
+
+@pytest.mark.filterwarnings("default")  # of other people's packages
+@pytest.mark.parametrize(("page", "needs"), LIBRARIES, ids=[f"{page.name}-{'-'.join(n)}" for page, n in LIBRARIES])
+def test_python_blocks_with_a_library_run(page, needs, sandbox):
+    """After the page's blocks that need none. A page says so where a block needs a package that may be missing."""
+    with without_torchvision() if "timm" in needs else contextlib.nullcontext():
+        for name in needs:
+            pytest.importorskip(name)
+        run_blocks(page, needs)
+
+
+def run_blocks(page: Path, needs: tuple[str, ...]) -> None:
+    """Run the blocks that need no package, or these, and compile the others."""
     names: dict[str, Any] = {"__name__": "__main__"}
     for block in blocks(page):
         if block.language == "python":
             # Errors name the line of the page.
             code = compile("\n" * (block.line - 1) + block.text, str(page), "exec", dont_inherit=True)
-            if block.not_run is None:
+            if block.not_run is None and block.needs in ((), needs):
                 with contextlib.redirect_stdout(io.StringIO()):
                     exec(code, names)
         elif block.language == "pycon":
@@ -114,6 +143,15 @@ def test_python_blocks_run(page, sandbox):
             names.update(test.globs)
             assert tried, f"line {block.line} of {page.name}: no example in it"
             assert not failed, said.getvalue()
+
+
+def test_blocks_that_import_another_package_say_so():
+    """Otherwise the tests would fail where it is not installed."""
+    installed_with_us = {"torch", "convselect", "numpy", *sys.stdlib_module_names}
+    for page in PAGES:
+        for block in of_language(page, "python"):
+            found = re.findall(r"^(?:import|from) (\w+)", block.text, re.MULTILINE)
+            assert block.not_run or set(found) <= {*installed_with_us, *block.needs}, f"{page.name}, line {block.line}"
 
 
 # ---- commands -------------------------------------------------------------------------------------------------------

@@ -9,11 +9,7 @@ convolution that an algorithm of ours can do is done by one of ours.
 from __future__ import annotations
 
 import copy
-import importlib.abc
-import importlib.machinery
 import importlib.util
-import sys
-import types
 
 import pytest
 import torch
@@ -21,6 +17,7 @@ from _parity import algorithms_of
 from fake_model import use_fake
 from tolerances import FORWARD, WEIGHT_GRADIENT_FACTOR
 from torch import nn
+from torchvision_stub import without_torchvision
 
 import convselect
 from convselect.kernels._contract import Grade
@@ -52,55 +49,12 @@ TIMM = {
 }
 
 
-class _AnyName(type):
-    """A class that has every attribute: its own name of it."""
-
-    def __getattr__(cls, name: str) -> str:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return name
-
-
-class _Stub(types.ModuleType):
-    """A module in which every name is an empty class."""
-
-    def __getattr__(self, name: str) -> object:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _AnyName(name, (), {})
-
-
-class _StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds any torchvision module."""
-
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] == "torchvision":
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        return None
-
-    def create_module(self, spec):
-        return _Stub(spec.name)
-
-    def exec_module(self, module):
-        pass
-
-
 @pytest.fixture(scope="module")
 def timm():
-    """timm wants torchvision for image transforms only; if that is missing, a stub replaces it during the import."""
     if importlib.util.find_spec("timm") is None:
         pytest.skip("timm is not installed: pip install 'convselect[models]'")
-    missing = importlib.util.find_spec("torchvision") is None
-    finder = _StubFinder()
-    if missing:
-        sys.meta_path.append(finder)
-    try:
+    with without_torchvision():
         import timm
-    finally:
-        if missing:
-            sys.meta_path.remove(finder)
-            for name in [n for n in sys.modules if n.split(".")[0] == "torchvision"]:
-                del sys.modules[name]
     return timm
 
 

@@ -27,7 +27,16 @@ def main() -> None:
         )
         raise SystemExit(1) from None
     warnings.formatwarning = _formatted
-    _app()()
+    try:
+        _app()()
+    except KeyboardInterrupt:  # while the program was still loading
+        raise SystemExit(130) from None
+    except OSError as error:  # commands report their own files: this is mostly what they print to, say on a full disk
+        from convselect.cli.console import sentence
+
+        what = "" if error.filename is not None else "the output cannot be written: "
+        print(f"convselect: {what}{sentence(error)}", file=sys.stderr)
+        raise SystemExit(1) from None
 
 
 def _formatted(
@@ -82,18 +91,20 @@ def _app() -> "typer.Typer":
 
         if malloc_tuning:
             demonstration.restart_with_tuned_malloc()
+        with console.refusing("demo", ValueError, files=False):
+            console.check_writable(json_file, "--json")
         with console.refusing("demo", demonstration.DemoError, NotApplicable, files=False):
             if (model is None) != (input_shape is None):
                 raise demonstration.DemoError("--model and --input N,C,H,W go together")
             own = None
             if model is not None and input_shape is not None:
                 own = demonstration.load_user_model(model, demonstration.parse_shape(input_shape))
-            if json_file is not None and not json_file.absolute().parent.is_dir():
-                raise demonstration.DemoError(f"--json: there is no directory {json_file.absolute().parent}")
             results = demonstration.run_demo(
                 only or None, own, seconds=seconds, threads=threads, quick=quick, console=console.console()
             )
-        if json_file is not None:
+        with console.refusing("demo", OSError, files=False):
+            if json_file is None:
+                return
             json_file.write_text(json.dumps(results, indent=1) + "\n")
 
     return app

@@ -2,13 +2,25 @@
 
 import contextlib
 import json
+import os
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from convselect.cli.console import InputShape, Json, MallocTuning, console, print_table, refusing, say_json
+from convselect.cli.console import (
+    InputShape,
+    Json,
+    MallocTuning,
+    at_work,
+    check_writable,
+    console,
+    print_table,
+    progress,
+    refusing,
+    say_json,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -61,14 +73,7 @@ def collect(
     Each result is checked against float64 before it is timed. Can be interrupted and started again: the
     problems that the store has are skipped.
     """
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     from convselect.demo import demo
     from convselect.model import collect as collection
@@ -76,17 +81,17 @@ def collect(
 
     if malloc_tuning:
         demo.restart_with_tuned_malloc()
-    out_console = console()
     with refusing("collect", demo.DemoError, AssertionError):
         items = _problems(
             lists or [], model, input_shape, inference, random, perturb, count, threads or [1], dtypes, seed
         )
-        bar = Progress(
+        bar = progress(
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-            TimeRemainingColumn(), console=out_console, disable=not out_console.is_terminal,
+            TimeRemainingColumn(),
         )  # fmt: skip
         with _runner(workers, scheduler) as (runner, description), Store(out) as store, bar:
             task = bar.add_task("measuring", total=len(items))
+            bar.update(task, completed=0)
 
             def show(problem: "ConvProblem", _: bool) -> None:
                 bar.update(task, advance=1, description=f"{problem.direction} {problem.R}x{problem.S}")
@@ -96,6 +101,8 @@ def collect(
                 on_problem=show,
             )  # fmt: skip
     _say_collected(report, out, collection.DRIFT)
+    if report.interrupted:
+        raise typer.Exit(130)
 
 
 def _say_collected(report: "Report", out: Path, drift: float) -> None:
@@ -137,11 +144,12 @@ def _problems(
         raise ValueError("give CSV files of layers, or --model and --input")
     items: list[Layer] = []
     if model is not None and input_shape is not None:
-        name, module, x = demo.load_user_model(model, demo.parse_shape(input_shape))
-        found = sampling.recorded(module, x, training=not inference)
+        subject = demo.load_user_model(model, demo.parse_shape(input_shape))
+        with demo.blaming(subject, "looking for its convolutions"):
+            found = sampling.recorded(subject.model, subject.x, training=not inference)
         if not found:
             raise ValueError(f"{model} computes no 2-D convolution")
-        items += [(name, p._replace(threads=t)) for p in dict.fromkeys(found) for t in threads]
+        items += [(subject.name, p._replace(threads=t)) for p in dict.fromkeys(found) for t in threads]
     if lists:
         items += sampling.from_lists(
             lists, count, random=random, perturb=perturb, threads=threads, dtypes=dtypes or sampling.DTYPES, seed=seed
@@ -206,7 +214,9 @@ def train(
         Recipe(), target=target, alpha=alpha, steps=steps, batch=batch, learning_rate=learning_rate,
         weight_decay=weight_decay, dropout=dropout, average=average, ignored=_ignored(ignore), seed=seed,
     )  # fmt: skip
-    with refusing("train"):
+    with refusing("train"), at_work("training"):
+        if out.exists() and not (out.is_dir() and os.access(out, os.W_OK)):
+            raise ValueError(f"--out: {out} is no folder that may be written to")
         card = fit(times, family, out, recipe, n_folds=folds, how=split)
     if as_json:
         say_json(card.figures)
@@ -263,7 +273,8 @@ def evaluate(
     recipe = _changed(
         Recipe(seed=seed), steps=steps, batch=batch, alpha=alpha, dropout=dropout, ignored=_ignored(ignore)
     )
-    with refusing("evaluate", Missing, ModuleNotFoundError):
+    with refusing("evaluate", Missing, ModuleNotFoundError), at_work("evaluating"):
+        check_writable(json_file, "--json")
         result = judging.judge_all(
             times, artifact, selector or ([] if artifact else ["reformer"]), split, folds, one_fold, recipe,
             learning_curve=learning_curve, figures=figures,
@@ -271,7 +282,8 @@ def evaluate(
     _say_judged(result)
     if json_file is not None:
         kept = {key: value for key, value in result.items() if key not in ("lines", "written")}
-        json_file.write_text(json.dumps(kept, indent=1) + "\n")
+        with refusing("evaluate"):
+            json_file.write_text(json.dumps(kept, indent=1) + "\n")
 
 
 def _say_judged(result: dict[str, Any]) -> None:
@@ -306,23 +318,24 @@ def calibrate(
     malloc_tuning: MallocTuning = True,
 ) -> None:
     """Fit the nearest shipped model to this machine: time a few dozen problems, keep a correction per algorithm."""
-    from rich.progress import Progress
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
     from convselect.demo import demo
     from convselect.model import calibrate as calibration
 
     if malloc_tuning:
         demo.restart_with_tuned_malloc()
-    # Programs that read the JSON must not get a progress bar.
-    out = console(stderr=as_json)
-    with refusing("calibrate", AssertionError), Progress(console=out, disable=not out.is_terminal) as bar:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with refusing("calibrate", AssertionError), progress(*columns) as bar:
         task = bar.add_task("timing", total=len(calibration.problems()))
+        bar.update(task, completed=0)
         report = calibration.calibrate(
             seconds, threads, write=not dry_run, on_problem=lambda done, _: bar.update(task, completed=done)
         )
     if as_json:
         typer.echo(json.dumps(asdict(report), indent=1, default=str))
         return
+    out = console()
     out.print(f"{report.problems} problems timed; {report.artifact} corrected by")
     for name, bias in report.bias.items():
         out.print(f"  {name:20} {bias:+.2f} in ln(t_native / t), from {report.times[name]} times")

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from convselect.cli.console import InputShape, MallocTuning, console, refusing
+from convselect.cli.console import InputShape, MallocTuning, check_writable, own_store, progress, refusing
 
 if TYPE_CHECKING:
     from convselect.demo.demo import Subject
@@ -56,8 +56,7 @@ def report(
     before = torch.get_num_threads()
     try:
         with refusing("report", demo.DemoError, NotApplicable):
-            if not out.absolute().parent.is_dir():
-                raise ValueError(f"--out: there is no directory {out.absolute().parent}")
+            check_writable(out, "--out")
             found: DataReport | NetworkReport
             if target == "store" or target.endswith(DATA_SUFFIXES):
                 found = _of_data(target, artifact)
@@ -76,9 +75,8 @@ def report(
 
 def _of_data(target: str, artifact: Path | None) -> "DataReport":
     from convselect.report import of_data
-    from convselect.store import process
 
-    return of_data(process.user_path() if target == "store" else target, artifact)
+    return of_data(own_store() if target == "store" else target, artifact)
 
 
 def _subject(target: str, input_shape: str | None) -> "Subject":
@@ -97,19 +95,16 @@ def _of_model(
     subject: "Subject", training: bool, measure: bool, timed: bool, verify: bool, seconds: float, times: Path | None
 ) -> "NetworkReport":
     import torch
-    from rich.progress import BarColumn, Progress, TextColumn
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
+    from convselect.demo import demo
     from convselect.report import of_model
 
-    try:  # errors of the model itself are reported in one line
-        with torch.inference_mode():
-            subject.model.eval()(subject.x)
-    except Exception as error:
-        shape = ",".join(map(str, subject.x.shape))
-        told = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(f"{subject.name} on an input of {shape}: {told}") from error
-    columns = (TextColumn("{task.description}"), BarColumn())
-    with Progress(*columns, console=console(stderr=True), transient=True) as bar:
+    with demo.blaming(subject, "forward"), torch.inference_mode():
+        subject.model.eval()(subject.x)
+    with progress(
+        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn()
+    ) as bar:
         task = bar.add_task("", total=1.0)
         return of_model(
             subject.name, subject.model, subject.x, training=training, measure=measure, timed=timed, verify=verify,

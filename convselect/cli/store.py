@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from convselect.cli.console import Json, print_table, refusing, say_counts, say_json
+from convselect.cli.console import Json, own_store, print_table, refusing, say_counts, say_json
 
 if TYPE_CHECKING:
     from convselect.base.problem import ConvProblem
@@ -36,7 +36,10 @@ def _opened(path: Path | None, *, make: bool = False) -> "Store":
     from convselect.store.process import user_path
     from convselect.store.store import Store
 
-    path = user_path() if path is None else path
+    if path is None:
+        path = user_path() if make else own_store()
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder, not a store")
     if make:
         path.absolute().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     elif not path.exists():

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from convselect.cli.console import Json, console, print_table, refusing
+from convselect.cli.console import Json, console, directions_of, print_table, refusing
 
 _PROBLEM = (
     'Direction and fields, as printed by explain() and the log: "forward N=1 C=64 H=56 W=56 K=64 ...", or short: '
@@ -47,8 +47,7 @@ def bench(
 
     with refusing("bench", NotApplicable):
         parsed = benches.parse(" ".join(problem))
-        names = [d.value for d in Direction] if all_directions else [n.strip() for n in (directions or "").split(",")]
-        wanted = [Direction(name) for name in names if name] or [parsed.direction]
+        wanted = list(Direction) if all_directions else directions_of(directions or "") or [parsed.direction]
         if threads is not None:
             parsed = parsed._replace(threads=threads)
         results = [benches.bench(parsed.with_direction(direction), seconds) for direction in wanted]

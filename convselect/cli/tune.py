@@ -3,11 +3,12 @@
 import contextlib
 import json
 import math
-import sys
 from collections import Counter
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from convselect.cli.console import console, directions_of, progress, refuse
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,11 +24,6 @@ TRIALS = 64
 
 def register(app: typer.Typer) -> None:
     app.command()(tune)
-
-
-def _refuse(error: object) -> typer.Exit:
-    typer.echo(f"convselect tune: {error}", err=True)
-    return typer.Exit(2)
 
 
 def tune(
@@ -88,7 +84,7 @@ def tune(
         model = None if strategy == "random" else cost_model.CostModel(seed)
         prepared = tuning.problems_of(found.items(), used)
     except (demo.DemoError, ValueError, OSError, cost_model.Missing) as error:
-        raise _refuse(error) from error
+        raise refuse("tune", error) from error
     log = _log()
     search = tuning.Tuning(
         prepared, Live(), model=model, objective=goal, patience=patience, seed=seed, log=log, resume=resume
@@ -96,14 +92,15 @@ def tune(
     if trials is None and minutes is None:
         trials = TRIALS * len(found)
     # Nothing but JSON may be printed.
-    console = _console(stderr=as_json)
-    interrupted = _searched(search, trials, minutes, console)
-    outcomes = _confirmed(search, console, used)
+    out = console(stderr=as_json)
+    interrupted = _searched(search, trials, minutes, out)
+    outcomes, stopped = _confirmed(search, used)
+    interrupted = interrupted or stopped
     told = tuning.record(search, outcomes, interrupted)
     if as_json:
         typer.echo(json.dumps(told, indent=1))
     else:
-        _print(search, outcomes, told, console)
+        _print(search, outcomes, told, out)
     if search.wrong:
         names = sorted({program.algorithm for _, program, _ in search.wrong})
         typer.echo(f"convselect tune: wrong or failed, and left out: {', '.join(names)}", err=True)
@@ -125,19 +122,25 @@ def problems(
     from convselect.doctor import bench
     from convselect.model import sampling
 
-    wanted = [Direction(name.strip()) for name in directions.split(",")]
+    wanted = directions_of(directions)
     training = wanted != [Direction.FORWARD]
     found: dict[ConvProblem, dict[str, int]] = {}
     for target in targets:
         own: Counter[ConvProblem] = Counter()
         if target in ARCHITECTURES or (":" in target and " " not in target and not target.endswith(".csv")):
-            _, model, x = demo.subject_of(target, input_shape)
-            own.update(sampling.recorded(model, x, training=training))
+            subject = demo.subject_of(target, input_shape)
+            with demo.blaming(subject, "looking for its convolutions"):
+                own.update(sampling.recorded(subject.model, subject.x, training=training))
         elif target.endswith(".csv"):
             for problem in dict.fromkeys(problem for _, problem in sampling.read_layers(target)):
                 for direction in wanted:
                     one = problem._replace(direction=direction, threads=threads)
                     found.setdefault(one, {})[str(one)] = 1
+        elif len(target.split()) < 2:
+            raise demo.DemoError(
+                f"{target!r} is neither a built-in network ({', '.join(ARCHITECTURES)}), nor module:function, nor a "
+                'CSV file of layers, nor a problem like "1x64x56x56 64 3x3 p1"'
+            )
         else:
             own.update(bench.parse(target)._replace(direction=direction) for direction in wanted)
         for problem, calls in own.items():
@@ -158,29 +161,23 @@ def _log() -> "Log | None":
         return None
 
 
-def _console(*, stderr: bool) -> "Console":
-    from rich.console import Console
-
-    stream = sys.stderr if stderr else sys.stdout
-    return Console(highlight=False, stderr=stderr, width=None if stream.isatty() else 160)
-
-
-def _searched(search: "Tuning", trials: int | None, minutes: float | None, console: "Console") -> bool:
+def _searched(search: "Tuning", trials: int | None, minutes: float | None, out: "Console") -> bool:
     """Run the search; returns whether the user interrupted it."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
         TextColumn("{task.fields[state]}"),
     )  # fmt: skip
     if search.resumed:
-        console.print(f"{search.resumed} programs were measured by earlier searches")
-    with Progress(*columns, console=console) as progress:
-        bar = progress.add_task(f"{len(search.tasks)} problems", total=trials, state="")
+        out.print(f"{search.resumed} programs were measured by earlier searches")
+    with progress(*columns) as bar:
+        task = bar.add_task(f"{len(search.tasks)} problems", total=trials, state="")
 
         def show(now: "Tuning") -> None:
-            progress.update(bar, completed=now.trials, state=state(now))
+            bar.update(task, completed=now.trials, state=state(now))
 
+        bar.update(task, completed=0, state="first times")
         try:
             search.run(trials=trials, seconds=None if minutes is None else 60 * minutes, on_round=show)
         except KeyboardInterrupt:
@@ -199,15 +196,18 @@ def state(search: "Tuning") -> str:
     return text if math.isnan(gain) else f"{text}, at most {max(gain, 0) / max(now, 1e-9):.0%} hoped for"
 
 
-def _confirmed(search: "Tuning", console: "Console", used: "Settings") -> "list[Outcome]":
-    """The final comparison of every problem; each result is stored at once. A second interruption ends it."""
-    from rich.progress import track
+def _confirmed(search: "Tuning", used: "Settings") -> "tuple[list[Outcome], bool]":
+    """The final comparison of every problem, and whether the user interrupted it; each result is stored at once."""
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
     from convselect.tune import tuning
 
     found: list[Outcome] = []
-    with contextlib.suppress(KeyboardInterrupt):
-        for i in track(range(len(search.tasks)), "comparing with what runs now", console=console):
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with progress(*columns) as bar, contextlib.suppress(KeyboardInterrupt):
+        task_id = bar.add_task("comparing with what runs now", total=len(search.tasks))
+        for i in range(len(search.tasks)):
+            bar.update(task_id, completed=i)
             verdict = search.confirm(i)
             if verdict is None:
                 continue
@@ -215,10 +215,11 @@ def _confirmed(search: "Tuning", console: "Console", used: "Settings") -> "list[
             outcome = tuning.Outcome(task.problem, task.calls, search.default(i), verdict, task.trials)
             found.append(outcome)
             tuning.keep([outcome], used)
-    return found
+        return found, False
+    return found, True
 
 
-def _print(search: "Tuning", outcomes: "list[Outcome]", told: dict[str, Any], console: "Console") -> None:
+def _print(search: "Tuning", outcomes: "list[Outcome]", told: dict[str, Any], out: "Console") -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -231,9 +232,9 @@ def _print(search: "Tuning", outcomes: "list[Outcome]", told: dict[str, Any], co
             one.problem.brief, str(sum(one.calls.values())), one.default.algorithm, str(one.verdict.program),
             f"{one.verdict.speedup:.2f}", gain,
         )  # fmt: skip
-    console.print(table)
+    out.print(table)
     mean = told["geometric_mean"]
     if mean is not None:
-        console.print(f"{search.trials} programs measured; geometric mean {mean:.2f} times as fast as without tuning")
+        out.print(f"{search.trials} programs measured; geometric mean {mean:.2f} times as fast as without tuning")
     if told["interrupted"]:
-        console.print("interrupted: what was found is kept, and the same command goes on from here")
+        out.print("interrupted: what was found is kept, and the same command goes on from here")

@@ -109,8 +109,7 @@ def load_user_model(spec: str, shape: tuple[int, ...]) -> Subject:
     if not isinstance(model, nn.Module):
         raise DemoError(f"{spec}() returned {type(model).__name__}, not a torch.nn.Module")
     parameter = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(parameter.device, parameter.dtype)
-    return Subject(spec, model, x)
+    return Subject(spec, model, _image(shape).to(parameter.device, parameter.dtype))
 
 
 def subject_of(target: str, input_shape: str | None) -> Subject:
@@ -127,10 +126,17 @@ def subject_of(target: str, input_shape: str | None) -> Subject:
         found = built_in(target)
         if shape is None:
             return found
-        return found._replace(x=torch.randn(shape, generator=torch.Generator().manual_seed(0)))
+        return found._replace(x=_image(shape))
     if shape is None:
         raise DemoError(f"{target} needs --input N,C,H,W")
     return load_user_model(target, shape)
+
+
+def _image(shape: tuple[int, ...]) -> Tensor:
+    try:
+        return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    except RuntimeError as error:
+        raise DemoError(f"an input of {','.join(map(str, shape))} cannot be made: {_one_line(error)}") from error
 
 
 def _one_line(error: BaseException) -> str:
@@ -199,7 +205,7 @@ def _speed(mode: str, times: Times) -> Speed:
 
 
 @contextmanager
-def _blaming(subject: Subject, doing: str) -> Iterator[None]:
+def blaming(subject: Subject, doing: str) -> Iterator[None]:
     """Report failures of the unconverted model in one line; convselect's own failures keep their traceback."""
     try:
         yield
@@ -221,11 +227,11 @@ def run_model(subject: Subject, seconds: float, on_stage: Callable[[str, float],
     conversion = str(dataclasses.replace(convselect.summary(converted), on_trial=(), measured=(), predicted=()))
 
     on_stage("comparing with float64", 0.0)
-    with _blaming(subject, "forward"):
+    with blaming(subject, "forward"):
         expected = tensors(infer(native, x))
     if not expected:
         raise DemoError(f"{subject.name} returned no floating-point tensor")
-    with _blaming(subject, "in float64"):
+    with blaming(subject, "in float64"):
         exact = copy.deepcopy(native).double()
         truth = tensors(infer(exact, x.double()))
     sides = (expected, tensors(infer(converted, x)))
@@ -238,7 +244,7 @@ def run_model(subject: Subject, seconds: float, on_stage: Callable[[str, float],
         for model in (native, converted, exact):
             train_but_dropout(model)
         on_stage("comparing with float64", 0.3)
-        with _blaming(subject, "backward"):
+        with blaming(subject, "backward"):
             _step(native, x, loss)
             _step(exact, x.double(), loss)
         _step(converted, x, loss)

@@ -31,6 +31,8 @@ from convselect.machine.memory import total_bytes
 from convselect.measure import measure
 from convselect.model import loaded
 
+LARGEST_SIZE = 2**31 - 1
+"""Of a problem that was typed. Beyond it, rules that search for tile sizes would not end."""
 WARM_ROUNDS, ROUNDS = 2, 1000
 HOPELESS = 4.0
 """An algorithm this many times slower than the fastest in the first rounds is timed no further."""
@@ -109,6 +111,10 @@ def check(problem: ConvProblem) -> None:
         raise ValueError("padding must not be negative")
     if p.C % p.groups or p.K % p.groups:
         raise ValueError(f"C={p.C} and K={p.K} must be multiples of groups={p.groups}")
+    pads = p.padding
+    axes = (p.H + pads[0] + pads[1], p.W + pads[2] + pads[3], *p.kernel_extent)
+    if max(*axes, p.N, p.C, p.K) > LARGEST_SIZE:
+        raise ValueError(f"no size may be larger than {LARGEST_SIZE}, an image with its padding included")
     if p.P < 1 or p.Q < 1:
         raise ValueError(f"the kernel spans {p.kernel_extent}, more than the padded image")
     if p.dtype not in TORCH_DTYPES:

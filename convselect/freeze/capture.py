@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from convselect.freeze import chains
-from convselect.freeze.chains import Modules, Node, has_hooks, is_boundary, plain_call, why_not_frozen
+from convselect.freeze.chains import Modules, Node, has_hooks, is_boundary, is_plain, plain_call, why_not_frozen
 from convselect.layer import SelectedConv2d
 
 _KINDS = {"call_function": "function", "call_method": "method", "get_attr": "attribute", "call_module": "module"}
@@ -74,6 +74,12 @@ class Traced:
     @property
     def chains(self) -> list[chains.ConvChain | chains.LinearChain]:
         return [step.target for step in self.steps if step.kind in ("conv", "linear")]
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether the weights of all chains can still be folded."""
+        layers = (chain.conv if isinstance(chain, chains.ConvChain) else chain.linear for chain in self.chains)
+        return all(is_plain(layer.weight) for layer in layers)
 
 
 class _Tracer(fx.Tracer):

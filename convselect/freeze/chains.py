@@ -98,9 +98,16 @@ def why_not_frozen(conv: nn.Module) -> str | None:
         return f"its policy asks for {policy}"
     if conv.padding_mode != "zeros":
         return f"padding mode {conv.padding_mode}"
-    if not conv.weight.is_cpu or not conv.weight.is_floating_point() or conv.weight.layout != torch.strided:
-        return f"its weight is {conv.weight.dtype} on {conv.weight.device}"
+    if not is_plain(conv.weight):
+        return f"its weight is {type(conv.weight).__name__}, {conv.weight.dtype} on {conv.weight.device}"
+    if not conv.weight.is_floating_point():
+        return f"its weight is {conv.weight.dtype}"
     return None
+
+
+def is_plain(t: torch.Tensor) -> bool:
+    """Whether this is memory that can be read here: no subclass (as of a quantisation library), no other device."""
+    return type(t) in (torch.Tensor, nn.Parameter) and t.is_cpu and t.layout == torch.strided
 
 
 def is_boundary(module: nn.Module) -> bool:
@@ -151,6 +158,7 @@ def is_linear(node: Node, modules: Modules) -> bool:
         and layer.weight.layout == torch.strided
         and layer.weight.is_floating_point()
         # A larger one is limited by memory bandwidth, and its packed copy would double its memory.
+        and is_plain(layer.weight)
         and layer.weight.numel() * layer.weight.element_size() <= MAX_LINEAR_BYTES
     )
 

@@ -21,11 +21,12 @@ from convselect.aten.strides import in_functorch
 from convselect.base import settings as _settings
 from convselect.base.lru import LRU
 from convselect.base.warnings import warn_once
+from convselect.freeze import refusals
 from convselect.freeze.capture import Traced, Untraceable, required_arguments, trace
 from convselect.freeze.chains import has_hooks, why_not_frozen
 from convselect.freeze.plan import CHANNELS_LAST, CONTIGUOUS, Plan, Program, make_plan
 from convselect.freeze.watch import Watch
-from convselect.layer import SelectedConv2d, check_module
+from convselect.layer import check_module
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -42,12 +43,7 @@ _tracing_state: Any = torch._C._get_tracing_state
 _is_compiling = torch.compiler.is_compiling
 _current_settings = _settings.current
 _training: Any = operator.attrgetter("training")
-_SAME_IN_TRAINING = frozenset({
-    nn.Conv2d, SelectedConv2d, nn.ConvTranspose2d, nn.Linear, nn.LayerNorm, nn.GroupNorm, nn.ReLU, nn.ReLU6, nn.SiLU,
-    nn.GELU, nn.Sigmoid, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.Flatten, nn.Identity, nn.Upsample,
-})  # fmt: skip
 _PLAIN = frozenset({Tensor, nn.Parameter})
-_REFUSAL = "this model is frozen for inference; call convselect.unfreeze(model) to train it again"
 
 
 def freeze(model: M, *example: Any) -> M:
@@ -77,7 +73,8 @@ def freeze(model: M, *example: Any) -> M:
     - Autocast, tracers, torch.compile, torch.func, dispatch modes, tensor subclasses, other devices, sizes that depend
       on data, optional arguments that are given, a forced policy and batch invariance run the original forward.
     - NaN and infinity, in inputs or weights, run the original forward if a kernel would spread or lose them.
-    - Results never require gradients. An input that does, under grad mode, is an error, as is `train()`.
+    - Results never require gradients. An input that does, under grad mode, is an error, as are `train()` and
+      `torch.jit.script`, and a module that was put in, is in training mode and may compute something else there.
 
     A deep copy or an unpickled copy of a frozen model is frozen and plans anew. Print statements and other side effects
     of a traced forward do not happen.
@@ -119,7 +116,8 @@ def unfreeze(model: M) -> M:
     check_module(model, "unfreeze")
     for module in model.modules():
         if isinstance(vars(module).get("forward"), FrozenForward):
-            del vars(module)["forward"], vars(module)["train"]
+            for name in refusals.ATTRIBUTES:
+                vars(module).pop(name, None)
     return model
 
 
@@ -158,18 +156,6 @@ def _traceable_parts(model: nn.Module, untraced: dict[str, str]) -> Iterator[tup
         pending += [(prefix + inner, module.get_submodule(inner)) for inner in traced.boundaries]
         if traced.chains:
             yield name, module, traced
-
-
-class _RefuseTraining:
-    """The `train` of a frozen module."""
-
-    def __init__(self, root: nn.Module) -> None:
-        self._root = root
-
-    def __call__(self, mode: bool = True) -> nn.Module:
-        if mode:
-            raise RuntimeError(_REFUSAL)
-        return type(self._root).train(self._root, False)
 
 
 class FrozenForward:
@@ -212,7 +198,8 @@ class FrozenForward:
         if self._traced is not None:
             self._note_modules(self._traced)
         self.root.forward = self
-        self.root.train = _RefuseTraining(self.root)  # type: ignore[assignment]
+        self.root.train = refusals.RefuseTraining(self.root)  # type: ignore[assignment]
+        self.root.__prepare_scriptable__ = refusals.RefuseScripting()  # type: ignore[assignment]
 
     def __getattr__(self, name: str) -> Any:
         forward = type(self.root).forward.__get__(self.root) if name.startswith("__") and "root" in vars(self) else None
@@ -266,8 +253,7 @@ class FrozenForward:
             return self._original(*args, **kwargs)
         if not _grad_enabled():
             return self._call(args, kwargs)
-        if any(isinstance(a, Tensor) and a.requires_grad for a in (*args, *kwargs.values())):
-            raise RuntimeError(f"an input requires a gradient, but {_REFUSAL}")
+        refusals.refuse_gradient((*args, *kwargs.values()))
         _set_grad_enabled(False)
         try:
             return self._call(args, kwargs)
@@ -299,7 +285,7 @@ class FrozenForward:
             else:
                 return self._original(*args)
         if any(map(_training, self._modes)):
-            raise RuntimeError(f"a module inside was set to training mode, but {_REFUSAL}")
+            refusals.refuse_training(self.root)
         if not self._is_current() and self._program is None:
             return self._original(*args)
         if not self._finite:
@@ -335,8 +321,11 @@ class FrozenForward:
                 return True
             if self.why_original is not None:
                 return False
-            if any(module.training for module in self.root.modules()):
-                raise RuntimeError(f"it is in training mode, but {_REFUSAL}")
+            refusals.refuse_training(self.root)
+            if not self._is_on_cpu():
+                return False  # it was moved since
+            if self._traced is not None and not self._traced.is_readable:
+                self._traced = None  # weights were replaced by those of a quantisation library since
             traced = self.traced()
             if traced is None:
                 return False
@@ -345,6 +334,9 @@ class FrozenForward:
             self._watch = Watch([layer.sources() for layer in program.layers.values()])
             self._finite, self._program = program.finite, program
             return True
+
+    def _is_on_cpu(self) -> bool:
+        return all(t.is_cpu for t in (*self.root.parameters(), *self.root.buffers()))
 
     def _note_modules(self, traced: Traced) -> None:
         """Remember the arguments of the forward, and what to ask the modules inside at every call: whether one was
@@ -357,7 +349,7 @@ class FrozenForward:
         for module in inside:
             if module is not root:
                 self._hooks += [module._forward_hooks, module._forward_pre_hooks]
-        self._modes = [module for module in inside if not module._modules and type(module) not in _SAME_IN_TRAINING]
+        self._modes = [module for module in inside if not module._modules and refusals.may_depend_on_training(module)]
         self._required = ["input"] if isinstance(root, nn.Conv2d) else required_arguments(type(root).forward)
 
     def _is_current(self) -> bool:
@@ -369,7 +361,8 @@ class FrozenForward:
             return True
         with self._lock, torch.inference_mode(False), torch.no_grad():
             layers = [] if self._program is None else list(self._program.layers.values())
-            if same_modules and self._watch.covers([layer.sources() for layer in layers]):
+            sources = [layer.sources() for layer in layers]
+            if same_modules and self._watch.is_readable() and self._watch.covers(sources):
                 changed |= self._watch.changed_anywhere()
                 self._watch.accept()
                 refolded = [layers[i].refold() for i in changed]

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from convselect.freeze.chains import is_plain
 from convselect.kernels import _library
 
 Source = tuple[dict[str, Any], str]
@@ -145,6 +146,10 @@ class Watch:
                 self._chunks.append(_Chunk(summed, summed(), group))
         for samples in (self._every, *self._by_turn):
             samples.complete()
+
+    def is_readable(self) -> bool:
+        """Whether what is registered under the names now can be compared with: see `is_plain`."""
+        return all(is_plain(owner[key]) for owner, key, _ in self._sources if key in owner)
 
     def covers(self, groups: list[list[Source]]) -> bool:
         """Whether these are the tensors that are watched, by owner and name."""

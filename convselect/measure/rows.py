@@ -117,6 +117,21 @@ def _lines(rows: Iterable[Row]) -> str:
     return text.getvalue()
 
 
+def read_text(path: str | Path) -> str:
+    """The text of a file (`.gz`: compressed).
+
+    Raises:
+        ValueError: if it is not UTF-8, or not compressed although its name says so, with the name; OSError.
+    """
+    data = Path(path).read_bytes()
+    try:
+        return (gzip.decompress(data) if Path(path).suffix == ".gz" else data).decode()
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{path} is not a whole file that gzip has written: {error}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not a text file: {error}") from error
+
+
 def read_rows(path: str | Path) -> list[Row]:
     """All complete rows of a file (`.gz`: compressed), in order. An unfinished last line is left out.
 
@@ -124,12 +139,10 @@ def read_rows(path: str | Path) -> list[Row]:
         ValueError: if it cannot be unpacked, the header differs, or a row has an unknown status, a field that is not a
             number, or sizes that no convolution has.
     """
-    text = Path(path).read_bytes()
+    text = read_text(path)
     try:
-        if Path(path).suffix == ".gz":
-            text = gzip.decompress(text)
-        return _rows(path, text[: text.rfind(b"\n") + 1].decode().splitlines())
-    except (OSError, EOFError, zlib.error, csv.Error, UnicodeDecodeError) as error:
+        return _rows(path, text[: text.rfind("\n") + 1].splitlines())
+    except csv.Error as error:
         raise ValueError(f"{path} is damaged, or not a file of measured times: {error}") from error
 
 

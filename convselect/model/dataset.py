@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import gzip
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, conv_problem
-from convselect.measure.rows import NATIVE, PLAN_COST_CUDA_US, PLAN_COST_US, Row
+from convselect.measure.rows import NATIVE, PLAN_COST_CUDA_US, PLAN_COST_US, Row, read_text
 from convselect.store.times import read_times
 
 
@@ -144,9 +143,7 @@ def read_wide(path: str | Path) -> Table:
     Raises:
         ValueError: if columns are missing, a cell is not a number, or nothing is left; with file and line.
     """
-    data = Path(path).read_bytes()
-    text = gzip.decompress(data) if Path(path).suffix == ".gz" else data
-    reader = csv.DictReader(text.decode().splitlines())
+    reader = csv.DictReader(read_text(path).splitlines())
     columns = [name for name in reader.fieldnames or () if name.endswith("_ms")]
     if not columns:
         raise ValueError(f"{path} has no column of times, <name>_ms")
@@ -183,9 +180,7 @@ def _wide_problem(line: Mapping[str, str]) -> ConvProblem:
 
 def is_wide(path: str | Path) -> bool:
     """Whether a CSV file has columns `<name>_ms`."""
-    data = Path(path).read_bytes()
-    text = gzip.decompress(data) if Path(path).suffix == ".gz" else data
-    return any(name.endswith("_ms") for name in text[: text.find(b"\n")].decode(errors="replace").strip().split(","))
+    return any(name.endswith("_ms") for name in read_text(path).partition("\n")[0].strip().split(","))
 
 
 # ---- splits -----------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ call.
 from __future__ import annotations
 
 import csv
+import io
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,7 +30,7 @@ from convselect.base.problem import (
     layout_of,
 )
 from convselect.machine.host import SIXTEEN_BIT_FLAGS, host_flags
-from convselect.measure.rows import KERNEL_CLASSES, kernel_class
+from convselect.measure.rows import KERNEL_CLASSES, kernel_class, read_text
 
 Layer = tuple[str, ConvProblem]
 """(the model it comes from, its forward problem)."""
@@ -55,23 +56,22 @@ def read_layers(path: str | Path) -> list[Layer]:
     Columns: `model` (or `source`), N C H W K R S, stride_h/w, pad_h/w, dil_h/w, groups; others are ignored.
 
     Raises:
-        ValueError: if a column is missing or a cell is not a number, with the file and the line.
+        ValueError: if a column is missing or a cell is not a number, with the file and the line; if there is no layer.
     """
     layers = []
-    with Path(path).open(newline="") as file:
-        reader = csv.DictReader(file)
-        for line in reader:
-            try:
-                sizes = [int(line[name]) for name in ("N", "C", "H", "W", "K", "R", "S")]
-                stride, padding, dilation = (
-                    (int(line[f"{a}_h"]), int(line[f"{a}_w"])) for a in ("stride", "pad", "dil")
-                )
-                groups, name = int(line["groups"]), line["model"] if "model" in line else line["source"]
-            except (KeyError, TypeError, ValueError) as error:
-                raise ValueError(f"{path}, line {reader.line_num}: {type(error).__name__}: {error}") from None
-            problem = conv_problem(*sizes, stride=stride, padding=padding, dilation=dilation, groups=groups)
-            if problem.P > 0 and problem.Q > 0 and not problem.is_oversized:
-                layers.append((name, problem))
+    reader = csv.DictReader(io.StringIO(read_text(path)))
+    for line in reader:
+        try:
+            sizes = [int(line[name]) for name in ("N", "C", "H", "W", "K", "R", "S")]
+            stride, padding, dilation = ((int(line[f"{a}_h"]), int(line[f"{a}_w"])) for a in ("stride", "pad", "dil"))
+            groups, name = int(line["groups"]), line["model"] if "model" in line else line["source"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path}, line {reader.line_num}: {type(error).__name__}: {error}") from None
+        problem = conv_problem(*sizes, stride=stride, padding=padding, dilation=dilation, groups=groups)
+        if problem.P > 0 and problem.Q > 0 and not problem.is_oversized:
+            layers.append((name, problem))
+    if not layers:
+        raise ValueError(f"{path} holds no layer: a line of columns N, C, H, W, K, R, S, ... and a line per layer")
     return layers
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from convselect.base import timing
 from convselect.base.problem import ConvProblem
 from convselect.base.settings import Settings
+from convselect.base.warnings import warn_once
 from convselect.choice.choose import NATIVE, choose
 from convselect.kernels.pool import BY_NAME
 from convselect.machine import environment
@@ -116,14 +117,21 @@ class Tuning:
                 task.exhausted = True
                 continue
             measured = self.runner.run(task.problem, proposed, self._defaults[i])
-            if self._log is not None:
-                self._log.add(task.problem, measured)
+            self._write(task.problem, measured)
             self.wrong += [(task.problem, m.program, m.status) for m in measured if m.status != "ok"]
             self._learn(i, measured)
             task.trials += len(measured)
             self.trials += len(measured)
             return len(measured)
         return 0
+
+    def _write(self, problem: ConvProblem, measured: list[Measured]) -> None:
+        try:
+            if self._log is not None:
+                self._log.add(problem, measured)
+        except OSError as error:  # a full disk, for example, ends the log and not the search
+            self._log = None
+            warn_once("tune:log", f"convselect: what is measured from now on is not kept for later searches: {error}")
 
     def _learn(self, i: int, measured: Iterable[Measured]) -> None:
         task = self.tasks[i]

@@ -314,6 +314,7 @@ def test_a_stopped_command_can_be_gone_on_with(tmp_path, how):
     stdout, stderr = process.communicate(timeout=60)
     if how == signal.SIGINT:
         assert b"interrupted" in stdout, stderr
+        assert process.returncode == 130
     with Store(out) as store:
         before = store.rows()
         assert {row.problem for row in before} == {row.problem for row in before if row.algorithm == "native"}  # whole

@@ -262,7 +262,7 @@ def test_many_processes_write_at_once(path):
     code = """
         from convselect.store import lessons
         def work(n):
-            for i in range(100):
+            for i in range(1, 101):
                 lessons.remember_correction("m", f"worker {n}", f"C={i}", i, n + i / 100)
                 lessons.remember_self_test((f"a{n}", i, "forward", "float32", "contiguous"))
             store_process.flush()

@@ -46,7 +46,7 @@ def operate(store, here, worker, operation, last):
         return slot
     if kind < 0.5:
         rows = [
-            Row("n", problem_of(worker, slot), f"a{i}", 1, "ok", "wall", min_us=float(operation)) for i in range(BATCH)
+            Row("n", problem_of(worker, slot), f"a{i}", 1, "ok", "wall", min_us=1.0 + operation) for i in range(BATCH)
         ]
         store.add(here, rows, pool="p", block=worker)
         return slot + 1000
@@ -163,7 +163,7 @@ def proof(folder, operations, kill, shared_seconds, journal):
                         found = store.decision(MARK, problem_of(worker, slot, i), "b")
                         assert found.samples == found.params["operation"] == operation
                     else:
-                        assert times[problem_of(worker, slot - 1000), f"a{i}"] == operation
+                        assert times[problem_of(worker, slot - 1000), f"a{i}"] == 1 + operation
     return kills, seconds, writes
 
 

@@ -366,7 +366,8 @@ def test_targets(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["nonsense"], "no problem"),
+        (["nonsense"], "neither a built-in network (resnet18,"),
+        (["1x8x12 8 3x3"], "no problem"),
         (["os:getcwd"], "needs --input"),
         ([SHORT, "--objective", "target"], "belong together"),
         ([SHORT, "--objective", "fast"], "must be one of"),
