@@ -1,4 +1,5 @@
-"""Networks that people use, from timm and diffusers: converted, and as they are under `enabled()`, beside the original.
+"""Networks that people use, from timm, diffusers and torchvision: converted, and as they are under `enabled()`, beside
+the original; those of torchvision frozen as well.
 
 Random weights and small images. Two things would magnify rounding without end and say nothing about convolutions, so
 they are taken out of both sides: batch normalisation over two images of a pixel (its statistics are taken once, then
@@ -12,6 +13,7 @@ import copy
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import itertools
 import sys
 import types
 
@@ -85,22 +87,45 @@ class _StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
+def _torchvision():
+    """The package, or None if it is missing or does not load: one made for another torch fails as it is imported, with
+    "operator torchvision::nms does not exist" (RuntimeError) or in the dynamic linker (OSError)."""
+    try:
+        import torchvision
+    except (ImportError, RuntimeError, OSError):
+        _forget_torchvision()
+        return None
+    return torchvision
+
+
+def _forget_torchvision():
+    for name in [n for n in sys.modules if n.split(".")[0] == "torchvision"]:
+        del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def torchvision():
+    found = _torchvision()
+    if found is None:
+        pytest.skip("there is no torchvision for this torch")
+    return found
+
+
 @pytest.fixture(scope="module")
 def timm():
-    """timm wants torchvision for image transforms only; if that is missing, a stub replaces it during the import."""
+    """timm wants torchvision for image transforms only; if none loads, a stub replaces it during the import."""
     if importlib.util.find_spec("timm") is None:
         pytest.skip("timm is not installed: pip install 'convselect[models]'")
-    missing = importlib.util.find_spec("torchvision") is None
+    missing = _torchvision() is None
     finder = _StubFinder()
     if missing:
-        sys.meta_path.append(finder)
+        sys.meta_path.insert(0, finder)  # before the one that finds a torchvision that does not load
     try:
         import timm
     finally:
         if missing:
             sys.meta_path.remove(finder)
-            for name in [n for n in sys.modules if n.split(".")[0] == "torchvision"]:
-                del sys.modules[name]
+            _forget_torchvision()
     return timm
 
 
@@ -119,7 +144,8 @@ def gradients(model, inputs):
     model.zero_grad()
     leaf = inputs[0].clone().requires_grad_()
     y = model(leaf, *inputs[1:])
-    y = y if isinstance(y, torch.Tensor) else y.sample
+    if not isinstance(y, torch.Tensor):
+        y = y["out"] if isinstance(y, dict) and "out" in y else y.sample
     # Weighed, so that no part of the output has a gradient of its mean only.
     (y * torch.linspace(-1, 1, y.numel()).view(y.shape)).sum().backward()
     grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -213,3 +239,68 @@ def test_vae(diffusers):
         down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
     )  # fmt: skip
     compare(model, (torch.randn(1, 3, 32, 32),))
+
+
+# ---- torchvision ----------------------------------------------------------------------------------------------------
+
+# Name -> what it has that others have not. The last two are detectors.
+TORCHVISION = {
+    "squeezenet1_1": "no normalisation",
+    "shufflenet_v2_x0_5": "channels in halves, views of them",
+    "densenet121": "concatenations",
+    "mnasnet0_5": "5x5 depthwise of strides 1 and 2",
+    "lraspp_mobilenet_v3_large": "segmentation: results of two sizes, interpolated",
+    "deeplabv3_mobilenet_v3_large": "segmentation: dilations of 12, 24 and 36",
+    "ssdlite320_mobilenet_v3_large": "depthwise heads on six sizes, down to a pixel",
+    "fasterrcnn_mobilenet_v3_large_320_fpn": "one head on every size of a pyramid",
+}
+
+
+class Detector(nn.Module):
+    """What a detector's convolutions compute, in one tensor, from a call as people make it: which boxes are left at the
+    end changes with the last digit. In training, where it would want boxes, it is the backbone alone."""
+
+    HEADS = ("RPNHead", "SSDLiteHead")
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            return self.model.backbone(images)
+        found: list[torch.Tensor] = []
+
+        def keep(module, given, result):
+            found.extend(itertools.chain.from_iterable(result.values() if isinstance(result, dict) else result))
+
+        heads = [module for module in self.model.modules() if type(module).__name__ in self.HEADS]
+        handles = [head.register_forward_hook(keep) for head in heads]
+        try:
+            assert {"boxes", "labels", "scores"} <= self.model(list(images))[0].keys()
+        finally:
+            for handle in handles:
+                handle.remove()
+        return torch.cat([t.flatten() for t in found])
+
+
+@pytest.mark.parametrize("name", TORCHVISION)
+def test_torchvision(name, torchvision):
+    options = {"weights_backbone": None} if "mobilenet" in name else {}
+    if name.startswith("fasterrcnn"):
+        options |= {"min_size": 64, "max_size": 64}
+    model = torchvision.models.get_model(name, weights=None, **options)
+    images = torch.randn(2, 3, 64, 64)
+    if not hasattr(model, "transform"):
+        compare(model, (images,))
+        frozen, original = model, copy.deepcopy(model)
+    else:
+        compare(Detector(model), (images,))
+        frozen, original = model.backbone, copy.deepcopy(model.backbone)
+    convselect.freeze(frozen, images)
+    with torch.no_grad():
+        got, want = frozen(images), original(images)
+    calls = len([m for m in original.modules() if isinstance(m, nn.Conv2d)])
+    got, want = ({"the output": t} if isinstance(t, torch.Tensor) else dict(t) for t in (got, want))
+    assert_equal(got, want, calls, "frozen")
+    assert convselect.summary(frozen).frozen
