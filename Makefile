@@ -17,7 +17,7 @@ CSRC := setup.py $(wildcard convselect/kernels/csrc/*)
 # Tests start many processes: none should have to compile its modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo check test lint bench docs dist setup again install native clean
+.PHONY: demo check test lint bench docs dist setup again install triton native clean
 
 demo: $(READY)
 	$(BIN)/convselect demo
@@ -67,12 +67,15 @@ HAS = $(shell $(BIN)/python -c "from importlib.metadata import version; print('t
 ASKED = $(foreach one,$(or $(TORCH),$(HAS)),'$(one)')
 
 install:
+	rm -f $(READY) $(GIVEN)  # what fails half-way is not what was there before
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(if $(TORCH),$(BIN)/python -m pip install --quiet $(ASKED))
 	$(BIN)/python -m pip install --quiet --editable '.[test]' $(ASKED)
 	$(BIN)/python -m pip install --quiet --no-deps timm  # its torchvision would replace torch
 	$(BIN)/python .ci/check_torch.py $(ASKED)
 	echo '$(TORCH)' > $(GIVEN)
+
+triton: $(READY) $(TRITON_READY)
 
 $(TRITON_READY): tests/interpreted/requirements.txt | $(READY)
 	$(BIN)/python .ci/beside.py $(VENV)/triton -r $<

@@ -46,7 +46,10 @@ def unusable(name: str) -> str | None:
     try:
         module = importlib.import_module(name)
     except Exception as error:  # whatever it is
-        return f"{name} {importlib.metadata.version(name)} does not load: {type(error).__name__}: {error}"
+        advice = (
+            "" if name == "torch" else f" (ask for one that fits torch as well, or uninstall it: pip uninstall {name})"
+        )
+        return f"{name} {importlib.metadata.version(name)} does not load: {type(error).__name__}: {error}{advice}"
     here, listed = module.__version__, importlib.metadata.version(name)
     if here.partition("+")[0] != listed.partition("+")[0]:
         return f"{name} says that it is {here}, and is listed as {listed}"

@@ -144,6 +144,9 @@ def test_every_install_asks_for_the_same_torch_and_the_last_command_looks(torch,
     quoted = " ".join(f"'{one}'" for one in torch.split())
     installs = [c for c in commands if " pip install " in c]
     looks = [c for c in commands if "check_torch.py" in c]
+    assert commands.index(f"rm -f {tmp_path}/.convselect-ready {tmp_path}/.convselect-torch") < commands.index(
+        installs[0]
+    )
     assert len(installs) == 3
     assert all(c.endswith(quoted) or "--no-deps" in c for c in installs)
     assert len(looks) == 1
@@ -205,7 +208,8 @@ def test_the_workflow_runs_what_everybody_can_run():
     assert workflow["concurrency"]["cancel-in-progress"] is True
     assert "://" not in text  # the index of packages is a variable of the repository
     runs = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
-    assert runs == [".ci/run", "make check"]
+    assert runs == [".ci/run", "make check", "make check"]
+    assert workflow["jobs"]["newest"]["env"] == {"TORCH": "torch torchvision"}
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
     assert re.search("^check:", (ROOT / "Makefile").read_text(), re.MULTILINE)
     classifiers = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())
