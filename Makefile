@@ -12,6 +12,7 @@ READY := $(VENV)/.convselect-ready
 # Triton, for the tests of GPU kernels: what runs them, and the stamp of its environment.
 TRITON := $(VENV)/triton/bin/python
 TRITON_READY := $(VENV)/triton/.ready
+COMPILED := $(wildcard tests/kernels/test_*triton*.py) tests/benchmarks/test_gpu_run_on_cpu.py
 CSRC := setup.py $(wildcard convselect/kernels/csrc/*)
 
 # Tests start many processes: none should have to compile its modules again.
@@ -28,7 +29,7 @@ check: lint
 
 test: $(READY) $(TRITON_READY)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-	$(TRITON) -m pytest -n $(WORKERS) $(wildcard tests/kernels/test_*triton*.py)
+	$(TRITON) -m pytest -n $(WORKERS) $(COMPILED)
 	TRITON_INTERPRET=1 $(TRITON) -m pytest -n $(WORKERS) tests/interpreted
 
 lint: $(READY)

@@ -134,8 +134,7 @@ def test_the_architecture_of_the_machine_unless_one_is_assumed(monkeypatch):
     launcher._architecture_of.cache_clear()
 
 
-def test_why_no_kernel_can_run(monkeypatch):
-    monkeypatch.setattr(launcher, "installed", lambda: True)
+def test_why_no_kernel_can_run(with_triton, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert launcher.missing(POINTWISE) is None
     assert "NVIDIA" in launcher.missing(POINTWISE._replace(device="cpu"))
