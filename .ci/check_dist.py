@@ -8,23 +8,13 @@ packages of the Python that runs this, which saves a torch each, but not convsel
 import os
 import subprocess
 import sys
-import sysconfig
 import tempfile
-import venv
 from pathlib import Path
+
+from beside import fresh, see_outer
 
 HERE = Path(__file__).resolve().parent
 DIST = HERE.parent / "dist"
-
-
-def fresh(folder: Path) -> Path:
-    """An environment; its Python. Packages named by a line of a .pth file are seen, links to editable ones are not."""
-    venv.create(folder, symlinks=True)
-    python = folder / "bin" / "python"
-    asked = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
-    site = Path(subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip())
-    site.joinpath("outer.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    return python
 
 
 def install(what: Path, python: Path, environment: dict[str, str]) -> None:
@@ -44,6 +34,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for expected, what in (("kernels", wheel), ("no-kernels", sdist)):
             python = fresh(Path(folder) / expected)
+            see_outer(python)
             environment = inherited if what is wheel else {**inherited, "PATH": str(python.parent)}
             install(what, python, environment)
             print(f"{what.name}:", flush=True)

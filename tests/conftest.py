@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from convselect.base import settings, warnings
+from convselect.kernels.triton import launch
 
 # What the user has calibrated or stored must not decide what tests see; processes that tests start inherit this.
 # And what is chosen must not depend on a clock: trials on real calls, the default, have tests of their own. (All others
@@ -35,6 +36,12 @@ def nan_memory():
     yield
     torch.use_deterministic_algorithms(mode)
     torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+@pytest.fixture
+def with_triton(monkeypatch):
+    """What is refused is what a machine with Triton refuses. (Its environment is another one; see the Makefile.)"""
+    monkeypatch.setattr(launch, "installed", lambda: True)
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,5 @@
-"""Networks that people use, from timm and diffusers: converted, and as they are under `enabled()`, beside the original.
+"""Networks that people use, from timm, diffusers and torchvision: converted, and as they are under `enabled()`, beside
+the original; those of torchvision frozen as well.
 
 Random weights and small images. Two things would magnify rounding without end and say nothing about convolutions, so
 they are taken out of both sides: batch normalisation over two images of a pixel (its statistics are taken once, then
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import itertools
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from _parity import algorithms_of
 from fake_model import use_fake
 from tolerances import FORWARD, WEIGHT_GRADIENT_FACTOR
 from torch import nn
-from torchvision_stub import without_torchvision
+from torchvision_stub import loaded_torchvision, without_torchvision
 
 import convselect
 from convselect.kernels._contract import Grade
@@ -50,6 +52,14 @@ TIMM = {
 
 
 @pytest.fixture(scope="module")
+def torchvision():
+    found = loaded_torchvision()
+    if found is None:
+        pytest.skip("there is no torchvision for this torch")
+    return found
+
+
+@pytest.fixture(scope="module")
 def timm():
     if importlib.util.find_spec("timm") is None:
         pytest.skip("timm is not installed: pip install 'convselect[models]'")
@@ -73,7 +83,8 @@ def gradients(model, inputs):
     model.zero_grad()
     leaf = inputs[0].clone().requires_grad_()
     y = model(leaf, *inputs[1:])
-    y = y if isinstance(y, torch.Tensor) else y.sample
+    if not isinstance(y, torch.Tensor):
+        y = y["out"] if isinstance(y, dict) and "out" in y else y.sample
     # Weighed, so that no part of the output has a gradient of its mean only.
     (y * torch.linspace(-1, 1, y.numel()).view(y.shape)).sum().backward()
     grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -188,3 +199,68 @@ def test_vae(diffusers):
         down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
     )  # fmt: skip
     compare(model, (torch.randn(1, 3, 32, 32),))
+
+
+# ---- torchvision ----------------------------------------------------------------------------------------------------
+
+# Name -> what it has that others have not. The last two are detectors.
+TORCHVISION = {
+    "squeezenet1_1": "no normalisation",
+    "shufflenet_v2_x0_5": "channels in halves, views of them",
+    "densenet121": "concatenations",
+    "mnasnet0_5": "5x5 depthwise of strides 1 and 2",
+    "lraspp_mobilenet_v3_large": "segmentation: results of two sizes, interpolated",
+    "deeplabv3_mobilenet_v3_large": "segmentation: dilations of 12, 24 and 36",
+    "ssdlite320_mobilenet_v3_large": "depthwise heads on six sizes, down to a pixel",
+    "fasterrcnn_mobilenet_v3_large_320_fpn": "one head on every size of a pyramid",
+}
+
+
+class Detector(nn.Module):
+    """What a detector's convolutions compute, in one tensor, from a call as people make it: which boxes are left at the
+    end changes with the last digit. In training, where it would want boxes, it is the backbone alone."""
+
+    HEADS = ("RPNHead", "SSDLiteHead")
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            return self.model.backbone(images)
+        found: list[torch.Tensor] = []
+
+        def keep(module, given, result):
+            found.extend(itertools.chain.from_iterable(result.values() if isinstance(result, dict) else result))
+
+        heads = [module for module in self.model.modules() if type(module).__name__ in self.HEADS]
+        handles = [head.register_forward_hook(keep) for head in heads]
+        try:
+            assert {"boxes", "labels", "scores"} <= self.model(list(images))[0].keys()
+        finally:
+            for handle in handles:
+                handle.remove()
+        return torch.cat([t.flatten() for t in found])
+
+
+@pytest.mark.parametrize("name", TORCHVISION)
+def test_torchvision(name, torchvision):
+    options = {"weights_backbone": None} if "mobilenet" in name else {}
+    if name.startswith("fasterrcnn"):
+        options |= {"min_size": 64, "max_size": 64}
+    model = torchvision.models.get_model(name, weights=None, **options)
+    images = torch.randn(2, 3, 64, 64)
+    if not hasattr(model, "transform"):
+        compare(model, (images,))
+        frozen, original = model, copy.deepcopy(model)
+    else:
+        compare(Detector(model), (images,))
+        frozen, original = model.backbone, copy.deepcopy(model.backbone)
+    convselect.freeze(frozen, images)
+    with torch.no_grad():
+        got, want = frozen(images), original(images)
+    calls = len([m for m in original.modules() if isinstance(m, nn.Conv2d)])
+    got, want = ({"the output": t} if isinstance(t, torch.Tensor) else dict(t) for t in (got, want))
+    assert_equal(got, want, calls, "frozen")
+    assert convselect.summary(frozen).frozen

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import re
 import shutil
@@ -86,6 +87,113 @@ def test_the_source_distribution_is_the_repository(tracked, tmp_path):
     assert {name for name in names if not OF_SETUPTOOLS.fullmatch(name)} == tracked - OF_GIT
 
 
+# ---- environments ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def check_torch():
+    spec = importlib.util.spec_from_file_location("check_torch", ROOT / ".ci" / "check_torch.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_what_was_asked_for_is_what_is_installed(check_torch):
+    version = importlib.metadata.version("torch")
+    public = version.partition("+")[0]
+    for asked in (
+        "torch",
+        f"torch=={version}",
+        f"torch=={public}",
+        f"torch>={public}",
+        f"a/torch-{version}-py3-none-any.whl",
+    ):
+        assert check_torch.wrong(asked) is None, asked
+    for asked in ("torch==0.1", "torch<0.1", "a/torch-0.1-py3-none-any.whl"):
+        assert f"torch {version} is installed" in check_torch.wrong(asked)
+    assert "no no-such-thing is installed" in check_torch.wrong("no-such-thing")
+    assert "nor a wheel" in check_torch.wrong("a/folder")
+
+
+def test_a_package_that_does_not_load_is_said(check_torch, monkeypatch):
+    assert check_torch.unusable("torch") is None
+    monkeypatch.setattr(check_torch.importlib.metadata, "version", lambda name: "0.1")
+    assert "listed as 0.1" in check_torch.unusable("torch")
+
+    def broken(name):
+        raise RuntimeError("operator torchvision::nms does not exist")
+
+    monkeypatch.setattr(check_torch.importlib, "import_module", broken)
+    assert "torchvision::nms" in check_torch.unusable("torchvision")
+
+
+def made(target: str, *variables: str) -> list[str]:
+    """The commands that `make` would run, with these variables."""
+    if shutil.which("make") is None:
+        pytest.skip("make is not installed")
+    ours = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "TORCH", "VENV", "PYTHON", "WORKERS")
+    environment = {name: value for name, value in os.environ.items() if name not in ours}
+    words = ["make", "--dry-run", "--no-print-directory", target, *variables]
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    return [line.partition("  #")[0] for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("torch", ["torch==2.13.0", "torch==2.14.1 torchvision>=0.29"])
+def test_every_install_asks_for_the_same_torch_and_the_last_command_looks(torch, tmp_path):
+    commands = made("setup", f"VENV={tmp_path}", f"TORCH={torch}")
+    quoted = " ".join(f"'{one}'" for one in torch.split())
+    installs = [c for c in commands if " pip install " in c]
+    looks = [c for c in commands if "check_torch.py" in c]
+    assert commands.index(f"rm -f {tmp_path}/.convselect-ready {tmp_path}/.convselect-torch") < commands.index(
+        installs[0]
+    )
+    assert len(installs) == 3
+    assert all(c.endswith(quoted) or "--no-deps" in c for c in installs)
+    assert len(looks) == 1
+    assert looks[0].endswith(quoted)
+    assert commands.index(looks[0]) > max(commands.index(c) for c in installs)
+
+
+def test_another_torch_than_the_last_is_installed_and_the_same_is_not(tmp_path):
+    """In an environment that is newer than everything it is made from."""
+    (tmp_path / ".convselect-torch").write_text("torch==2.13.0\n")
+    (tmp_path / ".convselect-ready").touch()
+    assert not any("pip install" in c for c in made("setup", f"VENV={tmp_path}"))
+    assert not any("pip install" in c for c in made("setup", f"VENV={tmp_path}", "TORCH=torch==2.13.0"))
+    assert not any("pip install" in c for c in made("setup", f"VENV={tmp_path}", "TORCH="))
+    for target in ("setup", "check", "test"):
+        assert any(
+            "pip install" in c and "'torch==2.14.1'" in c
+            for c in made(target, f"VENV={tmp_path}", "TORCH=torch==2.14.1")
+        )
+
+
+def test_nothing_that_is_installed_beside_torch_pins_what_torch_pins():
+    """Builds of torch for GPUs need one Triton, and pip would take another torch rather than fail."""
+    extras = re.search(
+        r"^\[project\.optional-dependencies\]\n(.*?)^\[", (ROOT / "pyproject.toml").read_text(), re.M | re.S
+    )
+    assert extras is not None
+    pinned = re.findall(r'^[^#\n]*"((?:triton|numpy|torch|torchvision)\b[^"]*)"', extras[1], re.MULTILINE)
+    assert pinned == ["triton>=3.4; platform_system == 'Linux'"]
+
+
+def test_triton_has_an_environment_of_its_own():
+    commands = made("test", "VENV=nowhere")
+    (install,) = [c for c in commands if "beside.py" in c]
+    assert install == "nowhere/bin/python .ci/beside.py nowhere/triton -r tests/interpreted/requirements.txt"
+    runs = [c for c in commands if " -m pytest " in c]
+    assert [c.partition(" -m pytest")[0] for c in runs] == [
+        "nowhere/bin/python", "nowhere/triton/bin/python", "TRITON_INTERPRET=1 nowhere/triton/bin/python"
+    ]  # fmt: skip
+    # What is skipped without Triton has to run there.
+    skipped = re.compile(r"""importorskip\("triton"\)|reason="Triton is not installed"|not launcher\.installed\(\)""")
+    found = {
+        p.name for p in (ROOT / "tests").rglob("test_*.py") if p != Path(__file__) and skipped.search(p.read_text())
+    }
+    assert found == set(re.findall(r"test_\w+\.py", runs[1]))
+
+
 # ---- checks on GitHub and before commits ----------------------------------------------------------------------------
 
 
@@ -103,7 +211,8 @@ def test_the_workflow_runs_what_everybody_can_run():
     assert workflow["concurrency"]["cancel-in-progress"] is True
     assert "://" not in text  # the index of packages is a variable of the repository
     runs = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
-    assert runs == [".ci/run", "make check"]
+    assert runs == [".ci/run", "make check", "make check"]
+    assert workflow["jobs"]["newest"]["env"] == {"TORCH": "torch torchvision"}
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
     assert re.search("^check:", (ROOT / "Makefile").read_text(), re.MULTILINE)
     classifiers = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())

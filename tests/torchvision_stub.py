@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import importlib.abc
 import importlib.machinery
-import importlib.util
 import sys
 import types
 from collections.abc import Iterator
@@ -45,17 +44,32 @@ class _StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
+def loaded_torchvision() -> types.ModuleType | None:
+    """The package, or None if it is missing or does not load: one made for another torch fails as it is imported, with
+    "operator torchvision::nms does not exist" (RuntimeError) or in the dynamic linker (OSError)."""
+    try:
+        import torchvision
+    except (ImportError, RuntimeError, OSError):
+        _forget()
+        return None
+    return torchvision  # type: ignore[no-any-return]
+
+
+def _forget() -> None:
+    for name in [n for n in sys.modules if n.split(".")[0] == "torchvision"]:
+        del sys.modules[name]
+
+
 @contextlib.contextmanager
 def without_torchvision() -> Iterator[None]:
-    """If torchvision is missing, its modules can be imported in this context, and hold nothing."""
-    if importlib.util.find_spec("torchvision") is not None:
+    """If no torchvision loads, its modules can be imported in this context, and hold nothing."""
+    if loaded_torchvision() is not None:
         yield
         return
     finder = _StubFinder()
-    sys.meta_path.append(finder)
+    sys.meta_path.insert(0, finder)  # before the one that finds a torchvision that does not load
     try:
         yield
     finally:
         sys.meta_path.remove(finder)
-        for name in [n for n in sys.modules if n.split(".")[0] == "torchvision"]:
-            del sys.modules[name]
+        _forget()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
@@ -45,6 +46,17 @@ def family_of_cuda(capability: tuple[int, int]) -> str:
     return f"cuda-sm{major}{minor}"
 
 
+def processor_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, bool]:
+    """The features that the kernel lists for the first processor, by the names that torch gives them, too; empty if
+    there is no such list."""
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        return {}
+    listed = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return dict.fromkeys(listed.partition(":")[2].split(), True)
+
+
 def host_flags(
     capability: str | None = None,
     capabilities: Mapping[str, object] | None = None,
@@ -53,7 +65,7 @@ def host_flags(
     """Which native 16-bit instructions torch's convolutions can use here: flag of `SIXTEEN_BIT_FLAGS` -> whether.
 
     All are False if `ATEN_CPU_CAPABILITY` or `ONEDNN_MAX_CPU_ISA` restricts torch to an older instruction set, or if
-    this torch cannot tell.
+    neither torch nor the kernel can tell.
 
     Args:
         capability: as `cpu_capability` returns it; default: of this process.
@@ -63,8 +75,8 @@ def host_flags(
     capability = cpu_capability() if capability is None else capability
     environment = os.environ if environment is None else environment
     if capabilities is None:
-        ask = getattr(torch.cpu, "get_capabilities", None)
-        capabilities = {} if ask is None else ask()
+        ask = getattr(torch.cpu, "get_capabilities", processor_flags)  # torch 2.9 has no such function
+        capabilities = ask()
     isa = environment.get("ONEDNN_MAX_CPU_ISA", environment.get("DNNL_MAX_CPU_ISA", "ALL")).upper()
     allowed = capability.upper() not in ("AVX2", "DEFAULT", "NO AVX") and isa.startswith(_AVX512_ISAS)
     amx = isa.startswith(("AVX512_CORE_AMX", "DEFAULT", "ALL")) or "AMX" in isa

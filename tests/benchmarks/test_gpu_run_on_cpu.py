@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import math
 from collections import Counter
@@ -26,6 +27,8 @@ from convselect.measure.rows import Row, environment_path, kernel_class, write_r
 from convselect.model import train
 from convselect.model.dataset import read_measurements
 from convselect.model.inference import Predictor, artifact_path
+
+pytestmark = pytest.mark.usefixtures("with_triton")
 
 CUDA = dataclasses.replace(_gpu_device.dry(), kind="cuda")
 
@@ -104,6 +107,7 @@ def test_float32_is_tf32_only_where_the_problem_says_so():
 # ---- compiling --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.process
 def test_launches_are_compiled_in_other_processes(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

@@ -337,7 +337,7 @@ def test_frozen_models_run_as_they_were(monkeypatch):
             assert torch.equal(model(x[n : n + 1]), want[n : n + 1])
 
 
-def test_what_has_to_be_compiled_first_is_not_chosen_on_a_gpu():
+def test_what_has_to_be_compiled_first_is_not_chosen_on_a_gpu(with_triton):
     problem = conv_problem(4, 32, 28, 28, 32, 3, 3, padding=1, groups=32, device="cuda")
     with use(batch_invariant=True) as invariant, use(batch_invariant=False) as plain:
         reason = refusal(BY_NAME["depthwise_triton"], problem, invariant)

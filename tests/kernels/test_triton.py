@@ -30,6 +30,7 @@ from convselect.kernels.triton import launch as launcher
 from convselect.kernels.triton.launch import Launch
 
 POINTWISE = conv_problem(2, 16, 7, 9, 24, 1, 1, dtype="float16", device="cuda")
+needs_triton = pytest.mark.skipif(not launcher.installed(), reason="Triton is not installed")
 ADD = Launch("_tiny_kernels", "product", (4, 1, 1), ("float16",) * 3, (("N", 32), ("K", 16), ("BLOCK", 32)), 1)
 
 
@@ -133,7 +134,7 @@ def test_the_architecture_of_the_machine_unless_one_is_assumed(monkeypatch):
     launcher._architecture_of.cache_clear()
 
 
-def test_why_no_kernel_can_run(monkeypatch):
+def test_why_no_kernel_can_run(with_triton, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert launcher.missing(POINTWISE) is None
     assert "NVIDIA" in launcher.missing(POINTWISE._replace(device="cpu"))
@@ -218,12 +219,16 @@ def test_another_version_is_called_by_the_door_that_every_version_has(monkeypatc
     assert calls == [("warmup", 3, (4, 1, 1), options), ("run", 3, (4, 1, 1), options)]
 
 
-def test_this_version_is_called_with_pointers_and_constants_in_their_order(monkeypatch):
+@needs_triton
+def test_a_known_version_is_called_with_pointers_and_constants_in_their_order(monkeypatch):
+    import triton
     from triton.runtime import driver
 
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
     calls = []
     kernel = SimpleNamespace(run=lambda *given: calls.append(given), function="f", packed_metadata="m")
     monkeypatch.setattr(launcher, "compiled", lambda launch: kernel)
+    monkeypatch.setattr(launcher, "HANDLE_VERSIONS", (version,))
     monkeypatch.setattr(driver, "_active", SimpleNamespace(get_current_stream=lambda device: f"stream {device}"))
     given = dict(ADD.constants)
     shuffled = Launch(ADD.module, ADD.kernel, ADD.grid, ADD.pointers, tuple(reversed(ADD.constants)), 1)
@@ -236,6 +241,7 @@ def test_this_version_is_called_with_pointers_and_constants_in_their_order(monke
 # ---- compiled for GPUs that are not there -----------------------------------------------------------------------
 
 
+@needs_triton
 @pytest.mark.parametrize("arch", [80, 90])
 def test_a_kernel_compiles_without_a_gpu(arch):
     kernel = launcher.compiled(ADD, arch)
@@ -246,6 +252,7 @@ def test_a_kernel_compiles_without_a_gpu(arch):
         launcher.compiled(Launch(ADD.module, ADD.kernel, ADD.grid, ADD.pointers, (("N", 32),)), arch)
 
 
+@needs_triton
 def test_a_kernel_that_does_not_compile_says_so():
     with pytest.raises(Exception, match="no_such_thing"):
         launcher.compiled(Launch("_tiny_kernels", "broken", (1, 1, 1), ("float16",), (("N", 32),)), 90)

@@ -396,6 +396,18 @@ def test_a_processor_without_the_features_has_no_flags():
     assert set(host.host_flags()) == set(ALL_FLAGS)
 
 
+def test_a_torch_that_cannot_tell_leaves_it_to_the_kernel(monkeypatch, tmp_path):
+    """torch 2.9 has no `get_capabilities`; "no flags" would make 16-bit types look slow where they are not."""
+    here = host.host_flags("AVX512", environment={})
+    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
+    assert host.host_flags("AVX512", environment={}) == here
+    (tmp_path / "cpuinfo").write_text(
+        "processor\t: 0\nflags\t\t: fpu avx512_fp16 amx_tile\n\nprocessor\t: 1\nflags\t\t: amx_bf16\n"
+    )
+    assert host.processor_flags(tmp_path / "cpuinfo") == {"fpu": True, "avx512_fp16": True, "amx_tile": True}
+    assert host.processor_flags(tmp_path / "none") == {}
+
+
 @pytest.mark.skipif(not _library.available(), reason="the C kernels are not built here")
 @pytest.mark.parametrize("level", range(3))
 def test_c_and_numpy_say_the_same(level: int, monkeypatch: pytest.MonkeyPatch):
