@@ -279,7 +279,7 @@ class ConvProblem(NamedTuple):
             raise ValueError(f"{', '.join(missing)} missing in problem {text!r:.300}")
         problem = cls(Direction(head), **values)  # type: ignore[arg-type]
         if (why := problem.why_impossible()) is not None:
-            raise ValueError(f"{why} in problem {text!r:.300}")
+            raise ValueError(f"{why}: problem {text!r:.300}")
         return problem
 
     def why_impossible(self) -> str | None:
@@ -293,13 +293,16 @@ class ConvProblem(NamedTuple):
             elif isinstance(default, bool):
                 right = isinstance(value, bool)
             else:
-                right = type(value) is int and (0 if name.startswith("pad_") else 1) <= value < _MOST
+                least = 0 if name.startswith("pad_") else 1
+                right = type(value) is int and least <= value < _MOST
+                if type(value) is int and value < least:
+                    return f"{name} must be at least {least}, not {value}"
             if not right:
-                return f"{name}={value!r:.60}"
+                return f"{name} cannot be {value!r:.60}"
         if self.C % self.groups or self.K % self.groups:
-            return f"C={self.C} and K={self.K} in {self.groups} groups"
+            return f"C={self.C} and K={self.K} must be multiples of groups={self.groups}"
         if self.P < 1 or self.Q < 1:
-            return f"an output of {self.P}x{self.Q}"
+            return f"the kernel spans {self.kernel_extent}, more than the padded image"
         return None
 
 

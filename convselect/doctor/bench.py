@@ -102,23 +102,14 @@ def check(problem: ConvProblem) -> None:
         ValueError: with what is wrong with it.
     """
     p = problem
-    for name in ("N", "C", "H", "W", "K", "R", "S", "stride_h", "stride_w", "dil_h", "dil_w", "groups", "threads"):
-        if getattr(p, name) < 1:
-            raise ValueError(f"{name} must be at least 1")
-    if p.threads >= 2**31:
-        raise ValueError(f"{p.threads} threads are too many")
-    if min(p.padding) < 0:
-        raise ValueError("padding must not be negative")
-    if p.C % p.groups or p.K % p.groups:
-        raise ValueError(f"C={p.C} and K={p.K} must be multiples of groups={p.groups}")
     pads = p.padding
     axes = (p.H + pads[0] + pads[1], p.W + pads[2] + pads[3], *p.kernel_extent)
     if max(*axes, p.N, p.C, p.K) > LARGEST_SIZE:
         raise ValueError(f"no size may be larger than {LARGEST_SIZE}, an image with its padding included")
-    if p.P < 1 or p.Q < 1:
-        raise ValueError(f"the kernel spans {p.kernel_extent}, more than the padded image")
-    if p.dtype not in TORCH_DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(TORCH_DTYPES)}, not {p.dtype!r}")
+    if p.threads >= 2**31:
+        raise ValueError(f"{p.threads} threads are too many")
+    if (why := p.why_impossible()) is not None:
+        raise ValueError(why)
     if p.is_oversized:
         raise ValueError("sizes, strides and paddings must be below 2**31, and images no larger than memory can be")
 

@@ -11,12 +11,14 @@ since it needs dynamo.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo import trace_rules
 from torch._dynamo.comptime import comptime
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -35,6 +37,12 @@ from convselect.kernels._contract import NotApplicable
 from convselect.kernels.pool import BY_NAME
 
 ops.register_flop_formulas()
+# What runs between two graphs is not to be traced either: dynamo would spend seconds on each function of ours, and 2.14
+# fails on our autograd functions.
+_UNTRACED = ("choice", "eager", "kernels", "machine", "measure", "model", "store", "aten.autograd", "aten.strides")
+for _module in list(sys.modules):
+    if _module.startswith(tuple(f"convselect.{room}" for room in _UNTRACED)):
+        trace_rules.add(_module)
 
 # ("native",); ("refused", why); ("unknown", why), of a policy's name; or ("operator", the dtype to cast to or None,
 # stride, padding per side, dilation, groups, the three names, settings).
