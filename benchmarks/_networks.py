@@ -4,19 +4,17 @@ Every side's output is compared with the same network in float64 before anything
 too. All sides run float32 on the same number of threads and are timed interleaved, by the wall clock, since some
 compute on threads of their own. ONNX Runtime and OpenVINO take part if they are installed:
 
-    pip install onnx onnxscript onnxruntime openvino
+    pip install onnx onnxruntime openvino
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import importlib.util
+import functools
 import math
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +26,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import convselect
+from benchmarks._rivals import Absent, Side, onnx_bytes, onnxruntime_side, openvino_side
 from benchmarks.models import MODELS, build
 from convselect.base import timing
 
@@ -48,8 +47,6 @@ the ratio of the default precision budget, 1e-5, to native's 5e-7 per convolutio
 GRADIENT_BOUND = 2e-2  # one ReLU in a million that rounding switches is 1e-3
 MAX_ROUNDS = 100
 
-Side = Callable[[], Tensor]
-
 
 @dataclass
 class NetworkResult:
@@ -67,10 +64,6 @@ class NetworkResult:
 
     def over_rival(self, side: str) -> float:
         return self.gain[side] / self.gain[self.best_rival]
-
-
-class Absent(Exception):
-    """Why a side cannot take part."""
 
 
 def sharing_copy(model: nn.Module) -> nn.Module:
@@ -110,45 +103,8 @@ def _compiled(model: nn.Module, x: Tensor) -> Side:
     return lambda: compiled(x)
 
 
-def _exported(model: nn.Module, x: Tensor, folder: str) -> str:
-    for package in ("onnx", "onnxscript"):
-        if importlib.util.find_spec(package) is None:
-            raise Absent(f"{package} is not installed")
-    path = Path(folder) / "model.onnx"
-    if not path.exists():
-        with torch.inference_mode(False):
-            torch.onnx.export(sharing_copy(model), (x.clone(),), path, verbose=False, dynamo=True)
-    return str(path)
-
-
-def _onnxruntime(model: nn.Module, x: Tensor, folder: str, threads: int) -> Side:
-    if importlib.util.find_spec("onnxruntime") is None:
-        raise Absent("onnxruntime is not installed")
-    import onnxruntime  # type: ignore[import-not-found]
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-    session = onnxruntime.InferenceSession(_exported(model, x, folder), options, ["CPUExecutionProvider"])
-    name, values = session.get_inputs()[0].name, x.numpy()
-    return lambda: torch.from_numpy(session.run(None, {name: values})[0])
-
-
-def _openvino(model: nn.Module, x: Tensor, folder: str, threads: int) -> Side:
-    if importlib.util.find_spec("openvino") is None:
-        raise Absent("openvino is not installed")
-    import openvino  # type: ignore[import-not-found]
-
-    # By default it computes in bfloat16 if the processor can.
-    properties = {
-        "INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32",
-    }  # fmt: skip
-    made = openvino.Core().compile_model(_exported(model, x, folder), "CPU", properties)
-    request, values = made.create_infer_request(), x.numpy()
-    return lambda: torch.from_numpy(request.infer({0: values})[0])
-
-
 def inference_sides(
-    model: nn.Module, x: Tensor, threads: int, *, compile: bool, folder: str
+    model: nn.Module, x: Tensor, threads: int, *, compile: bool
 ) -> tuple[dict[str, Side], dict[str, str]]:
     """(name -> one forward pass, name -> why it is missing). `eager` is the first side."""
     ours = converted(model)
@@ -157,6 +113,7 @@ def inference_sides(
         x.contiguous(memory_format=torch.channels_last),
     )
     ours_last = converted(last)
+    onnx = functools.cache(lambda: onnx_bytes(sharing_copy(model), x))
     makers: dict[str, Callable[[], Side]] = {
         "eager": lambda: lambda: model(x),
         "eager channels_last": lambda: lambda: last(last_x),
@@ -164,8 +121,8 @@ def inference_sides(
         "converted channels_last": lambda: lambda: ours_last(last_x),
         "frozen": lambda: _frozen(model, x),
         "frozen channels_last": lambda: _frozen(last, last_x),
-        "onnxruntime": lambda: _onnxruntime(model, x, folder, threads),
-        "openvino": lambda: _openvino(model, x, folder, threads),
+        "onnxruntime": lambda: onnxruntime_side(onnx(), x, threads),
+        "openvino": lambda: openvino_side(onnx(), x, threads),
     }
     if compile:
         makers["torch.compile"] = lambda: _compiled(model, x)
@@ -215,12 +172,11 @@ def inference(network: str, *, threads: int, seconds: float, compile: bool) -> N
     model, x = build(network)
     with torch.inference_mode():
         exact = copy.deepcopy(model).double()(x.double())
-        with tempfile.TemporaryDirectory() as folder:
-            sides, missing = inference_sides(model, x, threads, compile=compile, folder=folder)
-            error = {name: distance([side()], [exact]) for name, side in sides.items()}
-            bound = max(OUTPUT_BOUND, OUTPUT_FACTOR * error["eager"])
-            sides = _split_wrong(sides, error, bound, missing)
-            return _timed(network, "inference N=1", sides, error, missing, seconds)
+        sides, missing = inference_sides(model, x, threads, compile=compile)
+        error = {name: distance([side()], [exact]) for name, side in sides.items()}
+        bound = max(OUTPUT_BOUND, OUTPUT_FACTOR * error["eager"])
+        sides = _split_wrong(sides, error, bound, missing)
+        return _timed(network, "inference N=1", sides, error, missing, seconds)
 
 
 def _loss(output: Tensor) -> Tensor:

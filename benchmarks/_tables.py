@@ -203,6 +203,47 @@ def networks_table(networks: Mapping[str, Any]) -> str:
     return table(("network", *header, "frozen / best rival"), rows)
 
 
+def timm_table(measured: Mapping[str, Mapping[str, Any]], threads: int = 1) -> str:
+    """`measured`: instruction set -> what `python -m benchmarks.timm_networks` wrote. Networks that not every run has
+    are left out."""
+    of_isa = {
+        isa: {r["network"]: r for r in run["results"] if (r["mode"], r["threads"]) == ("inference", threads)}
+        for isa, run in measured.items()
+    }
+    shared = [name for name in next(iter(of_isa.values())) if all(name in found for found in of_isa.values())]
+    rivals = ("onnxruntime", "openvino")
+
+    def over_eager(r: Mapping[str, Any], side: str) -> float:
+        return float(r["over_eager"][side][0]) if side in r["over_eager"] else math.nan
+
+    def over_best(r: Mapping[str, Any]) -> float:
+        return min((ratio[0] for ratio in r["frozen_over"].values()), default=math.nan)
+
+    def cells(results: Sequence[Mapping[str, Any]]) -> list[str]:
+        sides = (*rivals, "frozen")
+        values = [geometric_mean([over_eager(r, side) for r in results]) for side in sides]
+        best = geometric_mean([over_best(r) for r in results])
+        return [" / ".join("-" if math.isnan(v) else f"{v:.2f}" for v in values), f"{best:.2f}"]
+
+    header = [part for isa in of_isa for part in (f"{isa}: ONNX Runtime / OpenVINO / frozen", "frozen / best rival")]
+    rows = [[name, *(cell for found in of_isa.values() for cell in cells([found[name]]))] for name in shared]
+    whole = [cell for found in of_isa.values() for cell in cells([found[name] for name in shared])]
+    return table(("network", *header), [*rows, ["geometric mean", *whole]])
+
+
+def layers_table(measured: Mapping[str, Mapping[str, Any]]) -> str:
+    """`measured`: instruction set -> what `python -m benchmarks.single_layers` wrote."""
+    kinds = next(iter(measured.values()))["kinds"]
+    sides = {"onnxruntime": "ONNX Runtime", "openvino": "OpenVINO", "alone": "the better's convolution alone"}
+    return table(
+        ("frozen over", *(f"{isa}: {' / '.join(sides.values())}" for isa in measured)),
+        [
+            (kind, *(" / ".join(f"{run['kinds'][kind][side]:.2f}" for side in sides) for run in measured.values()))
+            for kind in kinds
+        ],
+    )
+
+
 def policies_table(policies: Mapping[str, Any]) -> str:
     found = {(r["network"], *r["mode"].split()): r for r in policies["results"]}
     return table(

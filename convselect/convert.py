@@ -7,8 +7,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from convselect.choice.choose import check_policy
-from convselect.layer import SelectedConv2d, check_module, mark, unmark, why_not_converted
+from convselect.layer import SelectedConv2d, check_module, check_policy, mark, unmark, why_not_converted
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from convselect import graph
-from convselect.choice.choose import check_policy
+from convselect.choice.choose import check_policy as check_policy
 from convselect.eager import dispatch
 
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling

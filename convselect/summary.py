@@ -7,7 +7,7 @@ Computed from the model itself at every call, so that it is right for deep copie
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from convselect.base.problem import ConvProblem, padding_sides, pair
 from convselect.eager import resolve
 from convselect.eager.standing import TIMED, OnTrial, distrusted, gains, others, told
 from convselect.freeze.chains import why_not_frozen
-from convselect.freeze.freeze import FrozenForward, frozen_forwards, parents
+from convselect.freeze.freeze import FrozenForward, frozen_forwards, not_whole, parents
 from convselect.layer import check_module, chooses, why_not_converted
 
 
@@ -66,9 +66,10 @@ class FrozenInput:
         module: its name; "" is the model itself.
         input: shapes, element types and number of threads, in words.
         layout: the layout between the layers; None if the module runs unchanged, since nothing was faster.
-        chosen: layer -> what runs it: "native", "onednn_packed", "gemm", an algorithm of the pool, or "block" for each
-            layer of an inverted residual block that runs as one call.
-        eager_us, frozen_us: medians of the module's forward before and now, in us; None if they were not measured.
+        chosen: layer -> what runs it: "native", "onednn_packed", "gemm", "product" (both: one matrix product), an
+            algorithm of the pool, or "block" for each layer of an inverted residual block that runs as one call.
+        eager_us, frozen_us: medians of the module's forward before and now, in us; None if they were not measured,
+            as when the store knew the layout.
     """
 
     module: str
@@ -86,10 +87,12 @@ class Summary:
     Attributes:
         converted: layer -> its policy, for every layer that chooses; None: the current policy.
         left_alone: convolution -> a sentence with the reason, for every one that is neither converted nor frozen.
-        frozen: modules whose forward is frozen.
-        folded: convolution -> the batch normalisation that is now part of its weight and bias.
-        fused: frozen layer -> operations folded into it or run in its epilogue: "batch norm", "scale", "bias",
-            "residual", "relu", "relu6", "silu", "gelu". Layers are convolutions, and linear layers of up to 16 MiB.
+        frozen: modules whose forward is frozen. What becomes of the layers inside is known after a call.
+        folded: batch normalisation -> the layer whose weight and bias it is now part of.
+        merged: convolution -> the layer that it is now part of: sums of several convolutions are one, and so are some
+            that follow each other.
+        fused: frozen layer -> operations folded into it or run in its epilogue: "batch norm", "scale", "merged",
+            "bias", "residual", and an activation. Layers are convolutions, and linear layers of up to 16 MiB.
         not_fused: name -> reason, for convolutions in a frozen model that run unchanged or without fusion, and for
             modules that were not frozen as a whole.
         inputs: a row per frozen module and kind of input that it has met.
@@ -105,6 +108,7 @@ class Summary:
     left_alone: dict[str, str]
     frozen: tuple[str, ...]
     folded: dict[str, str]
+    merged: dict[str, str]
     fused: dict[str, tuple[str, ...]]
     not_fused: dict[str, str]
     inputs: tuple[FrozenInput, ...]
@@ -159,28 +163,30 @@ def summary(model: nn.Module) -> Summary:
     frozen = frozen_forwards(model)
     folded: dict[str, str] = {}
     fused: dict[str, tuple[str, ...]] = {}
+    merged: dict[str, str] = {}
     for name, forward in frozen.items():
-        traced = forward.traced()
-        for chain in [] if traced is None else traced.chains:
-            fused[_join(name, chain.name)] = chain.fused
-            if chain.norm_name:
-                folded[_join(name, chain.name)] = _join(name, chain.norm_name)
+        for layer in forward.layers():
+            own = _join(name, layer.name)
+            fused[own] = tuple(dict.fromkeys((*fused.get(own, ()), *layer.fused)))
+            folded.update((_join(name, norm), own) for norm in layer.norms)
+            merged.update((_join(name, other), own) for other in layer.merged)
     converted: dict[str, Any] = {
         name: getattr(layer, "policy", None) for name, layer in modules.items() if chooses(layer)
     }
     reasons = {
         name: why_not_converted(module)
         for name, module in modules.items()
-        if name not in converted and name not in fused
+        if name not in converted and name not in fused and name not in merged and not _waits(name, frozen)
     }
     choices = _choices({name: modules[name] for name in converted})
     return Summary(
         converted,
         {name: "It was not converted." if why is None else why for name, why in reasons.items() if why != ""},
-        tuple(frozen),
+        tuple(name for name, forward in frozen.items() if forward.why_original is None),
         folded,
+        merged,
         fused,
-        _not_fused(modules, frozen, fused),
+        _not_fused(modules, frozen, {*fused, *merged}),
         tuple(row for name, forward in frozen.items() for row in _inputs(name, forward)),
         tuple(one for one in choices if one.trial is not None),
         tuple(one for one in choices if one.source in TIMED),
@@ -189,8 +195,14 @@ def summary(model: nn.Module) -> Summary:
     )
 
 
+def _waits(name: str, frozen: dict[str, FrozenForward]) -> bool:
+    """Whether this is in a frozen module that was not called yet: nobody knows what will become of it."""
+    around = (frozen.get(one) for one in (name, *parents(name)))
+    return any(one is not None and one.why_original is None and not one.plans() for one in around)
+
+
 def _not_fused(
-    modules: dict[str, nn.Module], frozen: dict[str, FrozenForward], fused: dict[str, tuple[str, ...]]
+    modules: dict[str, nn.Module], frozen: dict[str, FrozenForward], fused: Collection[str]
 ) -> dict[str, str]:
     found: dict[str, str] = {}
     scopes = set()  # the modules that `freeze` was called with, as far as the model shows them
@@ -198,11 +210,8 @@ def _not_fused(
         around = dict(zip(parents(name), forward.around, strict=False))
         scopes.add([name, *around][-1])
         found.update((other, why) for other, why in around.items() if why)
-        traced = forward.traced()
-        if traced is None:
-            found[name] = f"It runs as it was: {str(forward.why_original).rstrip('.')}."
-        else:
-            found.update((_join(name, inner), why) for inner, why in traced.left_alone.items() if inner)
+        if forward.why_original is not None:
+            found[name] = not_whole(forward.why_original)
     for name, module in modules.items():
         if name not in fused and name not in found and not scopes.isdisjoint([name, *parents(name)]):
             why = why_not_frozen(module)

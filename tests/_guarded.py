@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from activations import ACTIVATIONS, SLOPE
 from problems import PROBLEMS, operands_of, random_operands
 from tolerances import FORWARD, WEIGHT_GRADIENT_FACTOR
 from torch import Tensor
@@ -39,12 +40,6 @@ from convselect.kernels.reference import Reference
 CSRC = Path(_library.__file__).parent / "csrc"
 DTYPES = ("float32", "bfloat16", "float16")
 LAYOUTS = (CONTIGUOUS, CHANNELS_LAST)
-ACTIVATIONS = {
-    None: lambda y: y,
-    "relu": torch.relu,
-    "relu6": torch.nn.functional.relu6,
-    "silu": torch.nn.functional.silu,
-}
 # What the kernels' parameters are, by the macro that kernels.h names them with: the integers ahead of the operands.
 TILES = {
     "CS_OPERANDS": [()],
@@ -205,6 +200,18 @@ def random_problems(seed: int, count: int) -> Iterator[ConvProblem]:
             yield p
 
 
+def pointwise_problems(seed: int, count: int) -> Iterator[ConvProblem]:
+    """1x1 without padding: sizes around tiles and panels, rows that share a set of a cache, strides."""
+    r = random.Random(seed)
+    for _ in range(count):
+        C, K = (r.choice((1, 3, 8, 16, 20, 24, 33, 40, 56, 64, 100)) for _ in "CK")
+        H, W = (1, r.randint(1, 60)) if r.random() < 0.3 else (r.randint(1, 9), r.randint(1, 9))
+        stride = r.choice((1, 1, 2, (1, 3)))
+        if r.random() < 0.1:
+            C, H, W = r.choice((512, 1024)), min(H, 5), min(W, 5)
+        yield conv_problem(r.choice((1, 1, 3)), C, H, W, K, 1, 1, stride=stride)
+
+
 def listed_problems() -> Iterator[ConvProblem]:
     for p, direction, dtype in itertools.product(PROBLEMS.values(), Direction, DTYPES):
         yield p._replace(direction=direction, dtype=dtype)
@@ -297,7 +304,7 @@ class Runner:
         generator = torch.Generator().manual_seed(1)
         bias = torch.randn(p.K, generator=generator)
         residual = torch.randn(p.y_shape, generator=generator).to(p.torch_dtype)
-        activation = list(ACTIVATIONS)[(p.C + p.H + p.K) % 4]
+        activation = list(ACTIVATIONS)[(p.C + p.H + p.K) % len(ACTIVATIONS)]
         wants = [want]
         if p.direction == Direction.FORWARD:
             wants.append(ACTIVATIONS[activation](want + bias.double()[:, None, None] + residual.double()))
@@ -307,7 +314,7 @@ class Runner:
             result_layout = CONTIGUOUS if p.direction == Direction.BACKWARD_WEIGHT else a_layout
             conv = _library._conv(p, a_layout, b_layout, threads, 0)
             epilogue = _library.Epilogue(
-                placed(memory[3], bias), placed(memory[4], residual, a_layout), _library.ACTIVATIONS[activation], 0
+                placed(memory[3], bias), placed(memory[4], residual, a_layout), _library.ACTIVATIONS[activation], SLOPE
             )
             a_at, b_at = placed(memory[0], a, a_layout), placed(memory[1], b, b_layout)
             for name, before, function in functions:
@@ -362,7 +369,7 @@ def random_blocks(seed: int, count: int) -> Iterator[tuple[int, int, ConvProblem
         D = r.choice((3, 8, 16, 17, 24, 33, 40, 96)) if r.random() < 0.9 else 1024
         C, K = r.choice((0, 1, 5, 16, 24)), r.choice((1, 7, 16, 24, 33, 40))
         H, W = (r.randint(1, 60), r.randint(1, 30)) if D < 100 else (r.randint(1, 9), r.randint(1, 9))
-        R, S = r.choice((1, 3, 5, 8)), r.choice((3, 5))
+        R, S = r.choice((1, 3, 5, 7, 8)), r.choice((3, 5, 7))
         p = conv_problem(
             r.choice((1, 1, 2, 3)), D, H, W, D, R, S,
             stride=(r.choice((1, 2, 3)), r.choice((1, 2))),
@@ -381,7 +388,7 @@ def run_blocks(spec: dict[str, Any]) -> dict[str, Any]:
     function.argtypes, function.restype = (pointer,) * 5, ctypes.c_int32
     progress = os.open(spec["progress"], os.O_WRONLY | os.O_CREAT)
     packs = {}
-    for name in ("direct", "depthwise"):
+    for name in ("product", "depthwise"):
         size, pack = loaded[f"cs_{name}_packed_bytes"], loaded[f"cs_{name}_pack"]
         size.argtypes, size.restype, pack.argtypes = (pointer,), ctypes.c_int64, (pointer,) * 3
         packs[name] = size, pack
@@ -422,12 +429,14 @@ def run_blocks(spec: dict[str, Any]) -> dict[str, Any]:
 
             codes = [_library.ACTIVATIONS[a] for a in activations]
             block = _library.Block(C=channels, K=K, expand_activation=codes[0], taps_activation=codes[1])
+            block.expand_parameter = block.taps_parameter = SLOPE
             if expands is not None:
-                block.expand = packed("direct", pointwise[0], expands[0], memory[0])
+                block.expand = packed("product", pointwise[0], expands[0], memory[0])
                 block.expand_bias = placed(memory[1], expands[1])
             block.taps, block.taps_bias = packed("depthwise", p, taps, memory[2]), placed(memory[3], taps_bias)
-            block.project = packed("direct", pointwise[1], project, memory[4])
-            epilogue = _library.Epilogue(placed(memory[5], bias), placed(memory[6], residual, CHANNELS_LAST), codes[2])
+            block.project = packed("product", pointwise[1], project, memory[4])
+            addresses = placed(memory[5], bias), placed(memory[6], residual, CHANNELS_LAST)
+            epilogue = _library.Epilogue(*addresses, codes[2], SLOPE)
             x_at = placed(memory[7], x, CHANNELS_LAST)
             first: Tensor | None = None
             for threads in (1, 2, 3):
@@ -457,6 +466,11 @@ def main(spec: dict[str, Any]) -> None:
 
         print(json.dumps(run_spots(spec)))
         return
+    if spec.get("steps"):
+        from _guarded_steps import run_steps
+
+        print(json.dumps(run_steps(spec)))
+        return
     if spec.get("blocks"):
         print(json.dumps(run_blocks(spec)))
         return
@@ -465,6 +479,8 @@ def main(spec: dict[str, Any]) -> None:
     pairs = list(itertools.product(LAYOUTS, LAYOUTS))
     for i, problem in enumerate(random_problems(spec["seed"], spec["random"])):
         runner.run(problem, [pairs[i % 4]], 1 + i % 3)
+    for i, problem in enumerate(pointwise_problems(spec["seed"], spec.get("pointwise", 0))):
+        runner.run(problem, [(CHANNELS_LAST, CONTIGUOUS)], 1 + i % 3)
     if spec["listed"]:
         for i, problem in enumerate(listed_problems()):
             runner.run(problem, pairs if spec["listed"] == "all layouts" else [pairs[i % 4]], 1 + i % 2)
@@ -479,6 +495,7 @@ def run(environment: dict[str, str] | None = None, **spec: Any) -> dict[str, int
         environment: added to this process's.
         kernels, sides: as `Runner` has them.
         random, seed: how many random problems, and from which seed.
+        pointwise: how many random 1x1 problems without padding, in channels_last.
         programs: whether each case has a program drawn at random; "tuned" then counts those that were not the default.
         listed: "" (none), "one layout" or "all layouts": the problems of tests/problems.py.
 

@@ -63,6 +63,19 @@ def test_the_first_call_is_not_timed() -> None:
     assert interleaved({"f": slow_once}, 3, clock=fake.clock)["f"].samples_us == (1.0, 1.0, 1.0)
 
 
+def test_warm_calls_precede_each_timed_one_and_are_not_timed() -> None:
+    fake = FakeClock()
+    calls: list[str] = []
+
+    def function(name: str) -> None:  # slow after another one's call
+        fake.work(1.0 if calls[-2:] == [name] * 2 else 1e3)()
+        calls.append(name)
+
+    timings = interleaved({n: lambda n=n: function(n) for n in "ab"}, 3, clock=fake.clock, warm=2)
+    assert timings["a"].samples_us == timings["b"].samples_us == (1.0, 1.0, 1.0)
+    assert "".join(calls[2:]).count("aaa") >= 3
+
+
 @pytest.mark.parametrize(("deadline_s", "expected"), [(0.0, 2), (2.5, 2), (3.0, 3), (100.0, 20), (None, 20)])
 def test_deadline_stops_before_a_round_that_would_pass_it_but_not_before_two(deadline_s, expected) -> None:
     fake = FakeClock()  # one round takes 1 s

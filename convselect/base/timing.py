@@ -30,6 +30,8 @@ class Clock(NamedTuple):
 
 
 SYSTEM_CLOCK = Clock(time.perf_counter_ns, time.thread_time_ns)
+PROCESS_CLOCK = Clock(time.perf_counter_ns, time.process_time_ns)
+"""With the CPU time of all threads in place of the calling one's: for what computes on threads of its own."""
 
 
 def computed_us() -> float:
@@ -129,6 +131,7 @@ def interleaved(
     *,
     seed: int = 0,
     clock: Clock = SYSTEM_CLOCK,
+    warm: int = 0,
     deadline_s: float | None = None,
     synchronise: Callable[[], object] | None = None,
     on_round: Callable[[int], object] | None = None,
@@ -139,6 +142,8 @@ def interleaved(
         functions: the functions to time. Each is called without arguments; its result is dropped after the timing.
         rounds: samples per function.
         seed: random seed of the orders.
+        warm: untimed calls of a function before each timed one: it then finds the caches as its own calls leave them,
+            and threads that others left spinning at rest.
         deadline_s: stop after a round when another like the longest so far would end later than this many seconds
             after the untimed calls, but not before two rounds.
         synchronise: waits until an accelerator has finished; called, timed, after each function, and before it.
@@ -164,6 +169,8 @@ def interleaved(
         order_source.shuffle(names)
         for name in names:
             function = functions[name]
+            for _ in range(warm):
+                function()
             wait()
             thread_start = thread_ns()
             wall_start = wall_ns()

@@ -26,11 +26,23 @@ FORMATS = {CONTIGUOUS: torch.contiguous_format, CHANNELS_LAST: torch.channels_la
 # Relative L2 distance to float32 operations: the grade's own bound plus the error of those operations.
 _TOLERANCE = {Grade.DIRECT: 4e-6, Grade.CLOSE: 1.2e-5, Grade.LOOSE: 2.4e-5}
 _TOLERANCE_16_BIT = {torch.bfloat16: 6e-3, torch.float16: 1e-3}
-# oneDNN's names for an activation, and its parameters.
+# oneDNN's names for an activation, and its parameters; a leaky_relu's slope is the layer's.
 ONEDNN_ACTIVATIONS: dict[str | None, tuple[str, list[float], str]] = {
     None: ("none", [], ""), "relu": ("relu", [], ""), "relu6": ("hardtanh", [0.0, 6.0], ""), "silu": ("swish", [], ""),
-    "gelu": ("gelu", [], "none"),
+    "gelu": ("gelu", [], "none"), "gelu_tanh": ("gelu", [], "tanh"), "hardswish": ("hardswish", [], ""),
+    "hardsigmoid": ("hardsigmoid", [], ""), "sigmoid": ("sigmoid", [], ""), "tanh": ("tanh", [], ""),
 }  # fmt: skip
+_IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": torch.relu_,
+    "relu6": lambda y: F.hardtanh_(y, 0.0, 6.0),
+    "silu": lambda y: F.silu(y, inplace=True),
+    "hardswish": lambda y: F.hardswish(y, inplace=True),
+    "hardsigmoid": lambda y: F.hardsigmoid(y, inplace=True),
+    "sigmoid": torch.sigmoid_,
+    "tanh": torch.tanh_,
+    "gelu": torch.ops.aten.gelu_,
+    "gelu_tanh": lambda y: torch.ops.aten.gelu_(y, approximate="tanh"),  # type: ignore[no-any-return]
+}
 _FAR_OFF = 1.4  # a candidate slower by more than this factor in two calls is not timed again
 
 
@@ -72,6 +84,31 @@ class Form(NamedTuple):
         """An image (N, C, H, W) in this layout."""
         return cls(torch.Size(shape), canonical_strides(shape, layout), dtype, FORMATS[layout])
 
+    @classmethod
+    def like(cls, t: Tensor) -> Form:
+        dense = torch.channels_last if t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last) else None
+        is_nchw = t.is_contiguous() or dense is None
+        return cls(t.shape, t.stride(), t.dtype, torch.contiguous_format if is_nchw else torch.channels_last)
+
+    @property
+    def n_bytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether a tensor like this fills its memory, without gaps and overlaps."""
+        sizes = sorted((stride, size) for size, stride in zip(self.shape, self.strides, strict=True) if size != 1)
+        expected = 1
+        for stride, size in sizes:
+            if stride != expected:
+                return False
+            expected *= size
+        return expected == self.shape.numel()
+
+    def fits(self, t: Tensor) -> bool:
+        """Whether this tensor lies so."""
+        return t.stride() == self.strides and t.shape == self.shape and t.dtype == self.dtype
+
     def of(self, t: Tensor) -> Tensor:
         """The tensor itself or a copy in this form.
 
@@ -109,17 +146,17 @@ def timed(functions: Mapping[str, Callable[[], Any]], rounds: int, deadline_s: f
     return {name: timing.on_thread_clock for name, timing in timings.items()}
 
 
-def finish(y: Tensor, residual: Tensor | None, activation: str | None) -> Tensor:
-    """activation(y + residual); may overwrite y."""
+def finish(y: Tensor, residual: Tensor | None, activation: str | None, slope: float = 0.01) -> Tensor:
+    """activation(y + residual); may overwrite y. slope: of "leaky_relu" below 0.
+
+    Raises:
+        KeyError: for an unknown activation.
+    """
     if residual is not None:
         y = y.add_(residual) if residual.shape == y.shape and residual.dtype == y.dtype else y + residual
-    if activation == "relu":
-        return torch.relu_(y)
-    if activation == "relu6":
-        return F.hardtanh_(y, 0.0, 6.0)
-    if activation == "gelu":
-        return torch.ops.aten.gelu_(y)  # type: ignore[no-any-return]
-    return F.silu(y, inplace=True) if activation == "silu" else y
+    if activation == "leaky_relu":
+        return F.leaky_relu_(y, slope)
+    return y if activation is None else _IN_PLACE[activation](y)
 
 
 def distance(got: Tensor, want: Tensor) -> float:

@@ -1,288 +1,225 @@
-"""A module's forward as a list of steps, with what belongs to a convolution or a linear layer gathered into one step.
+"""A module's forward as a graph of ATen operations, for inputs of one kind.
 
-`torch.fx` records the forward once. A layer then takes in what follows it (see `chains`) and runs at the place of its
-last node. Dropout and Identity vanish.
+`make_fx` runs the forward once under `functionalize` (in-place operations become ordinary ones) and writes down every
+operation below autograd, so that any spelling of a layer, a functional call, a parametrisation or a module of another
+library comes out the same. Sizes and other Python values are constants of the graph. Parameters, buffers and other
+tensors of the modules are `get_attr` nodes, named as in the module, whose `meta["source"]` says where to read them.
 """
 
 from __future__ import annotations
 
-import inspect
-import operator
-from collections.abc import Callable
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from convselect.freeze import chains
-from convselect.freeze.chains import Modules, Node, has_hooks, is_boundary, is_plain, plain_call, why_not_frozen
-from convselect.layer import SelectedConv2d
+from convselect.base.settings import CHOOSING
+from convselect.freeze.algebra.constants import Constants
+from convselect.freeze.algebra.rewrite import rewrite
 
-_KINDS = {"call_function": "function", "call_method": "method", "get_attr": "attribute", "call_module": "module"}
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-# Their results are new memory, never a view of an argument.
-_FRESH_MODULES = (
-    nn.Conv2d, nn.ConvTranspose2d, nn.BatchNorm2d, nn.Linear, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d,
-    nn.AdaptiveMaxPool2d, nn.Upsample, nn.ReLU, nn.ReLU6, nn.SiLU, nn.GELU, nn.Sigmoid, nn.Tanh, nn.Hardswish,
-    nn.Hardsigmoid, nn.LeakyReLU, nn.Softmax, nn.LayerNorm, nn.GroupNorm,
-)  # fmt: skip
-_FRESH_FUNCTIONS = frozenset({
-    torch.cat, torch.add, torch.mul, operator.add, operator.mul, operator.sub, F.max_pool2d, F.avg_pool2d,
-    F.adaptive_avg_pool2d, F.interpolate, F.gelu, F.linear, torch.sigmoid,
-})  # fmt: skip
+Node = fx.Node
+Source = tuple[dict[str, Any], str]
+
+_PLAIN_LEAVES = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
+_aten = torch.ops.aten
 
 
-class Untraceable(Exception):
-    """Why a forward cannot be written down as a list of steps."""
+class Uncapturable(Exception):
+    """Why a forward cannot be written down as a fixed list of operations."""
 
 
 @dataclass(eq=False)
-class Step:
-    """One call of a program: `out` names the value it makes, `args` and `kwargs` hold earlier nodes."""
-
-    out: Node
-    kind: str  # "conv", "linear", "module", "function", "method", "attribute"
-    target: Any
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def permuted(self) -> tuple[int, ...] | None:
-        """See `LinearChain`."""
-        return getattr(self.target, "permuted", None)
-
-
-@dataclass(eq=False)
-class Traced:
-    """A forward as steps.
+class Captured:
+    """A forward as a graph, rewritten.
 
     Attributes:
-        inputs: the nodes of the required arguments, in order.
-        result: the returned value; nodes inside tuples, lists and dicts.
-        boundaries: names of modules that are called as modules, hooks and all.
-        left_alone: name -> reason, for convolutions that run as they are.
+        graph: placeholders are the tensors among the arguments, in order.
+        results: the leaves of what the forward returns: nodes and plain values.
+        spec: how the leaves are put together.
+        constants: their sources, keys and values; a `get_attr` node's target is its name in the module.
     """
 
-    inputs: list[Node]
-    steps: list[Step]
-    result: Any
-    boundaries: list[str]
-    left_alone: dict[str, str]
+    graph: fx.Graph
+    results: list[Any]
+    spec: pytree.TreeSpec
+    constants: Constants = field(default_factory=lambda: Constants(read))
 
     @property
-    def chains(self) -> list[chains.ConvChain | chains.LinearChain]:
-        return [step.target for step in self.steps if step.kind in ("conv", "linear")]
-
-    @property
-    def is_readable(self) -> bool:
-        """Whether the weights of all chains can still be folded."""
-        layers = (chain.conv if isinstance(chain, chains.ConvChain) else chain.linear for chain in self.chains)
-        return all(is_plain(layer.weight) for layer in layers)
+    def inputs(self) -> list[Node]:
+        return [node for node in self.graph.nodes if node.op == "placeholder"]
 
 
-class _Tracer(fx.Tracer):
-    # Buffers are read at each call, like parameters, and are not constants.
-    proxy_buffer_attributes = True
-
-    def __init__(self, required: list[str]) -> None:
-        super().__init__()
-        self._required = required
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return (
-            has_hooks(m)
-            or "forward" in vars(m)
-            or isinstance(m, SelectedConv2d)
-            or super().is_leaf_module(m, module_qualified_name)
-        )
-
-    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
-        """Proxies for required arguments only: an optional one keeps its default, since a proxy is never None."""
-        proxies = [self.create_proxy("placeholder", name, (), {}) for name in self._required]
-        return root_fn, [self.root, *proxies]
-
-    def create_arg(self, a: Any) -> Any:
-        known = isinstance(a, nn.Parameter) or not isinstance(a, Tensor)
-        if not known and a not in self.tensor_attrs and all(a is not b for b in self.root.buffers()):
-            # fx would store it on the model, and a random one would be the same at every call.
-            raise Untraceable("forward makes a tensor that does not depend on its input")
-        return super().create_arg(a)
+def has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
-def required_arguments(forward: Callable[..., Any]) -> list[str]:
-    """Names of the arguments without a default, `self` left out.
+def is_plain(t: Tensor) -> bool:
+    """Whether this is memory that can be read here: no subclass (as of a quantisation library), no other device."""
+    return type(t) in (Tensor, nn.Parameter) and t.is_cpu and t.layout == torch.strided
+
+
+def why_not_captured(root: nn.Module) -> str | None:
+    """A reason to leave `root` as it is that shows without running it; None if there is none."""
+    for name, module in root.named_modules():
+        inner = name or "the module"
+        if name and "forward" in vars(module):
+            return f"the forward of {name} was replaced"
+        if name and has_hooks(module):
+            return f"{name} has hooks"
+        policy = getattr(module, "policy", None) if isinstance(module, nn.Conv2d) else None
+        if policy is not None and policy not in CHOOSING:
+            return f"the policy of {inner} asks for {policy}"
+        for key, t in (*module._parameters.items(), *module._buffers.items()):
+            if t is not None and not is_plain(t):
+                kind = f"{type(t).__name__}, {t.dtype} on {t.device}"
+                return f"{'.'.join(part for part in (name, key) if part)} is a {kind}"
+    return None
+
+
+def capture(root: nn.Module, args: tuple[Any, ...]) -> Captured:
+    """Write down what `root.forward(*args)` does in evaluation mode, `root` unchanged, and rewrite it.
 
     Raises:
-        Untraceable: if there are `*args`, `**kwargs` or required keyword-only arguments.
+        Uncapturable: with the reason, if the operations depend on more than kinds and sizes of the arguments.
     """
-    names = []
-    for parameter in list(inspect.signature(forward).parameters.values())[1:]:
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            raise Untraceable("forward takes *args or **kwargs")
-        if parameter.default is parameter.empty:
-            if parameter.kind == parameter.KEYWORD_ONLY:
-                raise Untraceable("forward has a required keyword-only argument")
-            names.append(parameter.name)
-    return names
-
-
-def trace(root: nn.Module) -> Traced:
-    """Write down what `root.forward` does in evaluation mode, `root` unchanged.
-
-    Raises:
-        Untraceable: with the reason, if the forward is not a fixed list of calls.
-    """
-    if "forward" in vars(root):
-        raise Untraceable("its forward was replaced")
-    graph = _lone_conv() if isinstance(root, nn.Conv2d) else _graph(root)
-    return _steps(graph, root)
-
-
-def _graph(root: nn.Module) -> fx.Graph:
-    required = required_arguments(type(root).forward)
-    if not required:
-        raise Untraceable("forward takes no input")
+    reason = why_not_captured(root)
+    if reason is not None:
+        raise Uncapturable(reason)
     before = [(module, dict(vars(module))) for module in root.modules()]
     try:
-        graph = _Tracer(required).trace(root)
-    except Untraceable:
+        graph, results, spec = _recorded(root, args)
+    except Uncapturable:
         raise
     except Exception as error:
         first_line = (str(error).strip() or "no message").splitlines()[0]
-        raise Untraceable(f"{type(error).__name__}: {first_line}") from error
+        raise Uncapturable(f"{type(error).__name__}: {first_line:.200}") from error
     finally:
         changed = [(module, attributes) for module, attributes in before if not _same(vars(module), attributes)]
         for module, attributes in changed:
             vars(module).clear()
             vars(module).update(attributes)
     if changed:
-        raise Untraceable("forward changes attributes of the model")
-    return graph
+        raise Uncapturable("forward changes attributes of the model")
+    captured = Captured(graph, results, spec)
+    _name_constants(graph, root)
+    for node in graph.nodes:
+        if node.op == "call_function" and _writes(node) and node.args[0].op == "get_attr":
+            raise Uncapturable("forward writes to parameters or buffers")
+        if node.target is _aten.convolution.default and node.args[1].op != "placeholder":
+            # Its name, whatever the weight is made of later.
+            node.meta["layer"] = layer_name(node.args[1])
+    rewrite(graph)
+    output = next(iter(reversed(graph.nodes)))
+    captured.results = list(output.args[0])
+    return captured
+
+
+def read(node: Node) -> Tensor:
+    """The tensor that a `get_attr` node stands for, as it is now."""
+    owner, key = node.meta["source"]
+    return owner[key].detach()  # type: ignore[no-any-return]
+
+
+def layer_name(weight: Node) -> str:
+    """The module that owns the first parameter in this expression."""
+    found = Constants(read).sources(weight)
+    return owner(str(found[0].target)) if found else ""
+
+
+def owner(name: str) -> str:
+    """The module that a tensor of this name belongs to, parametrised or not."""
+    return name.partition(".parametrizations.")[0] if ".parametrizations." in name else name.rpartition(".")[0]
 
 
 def _same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return a.keys() == b.keys() and all(a[name] is b[name] for name in a)
 
 
-def _lone_conv() -> fx.Graph:
-    graph = fx.Graph()
-    x = graph.placeholder("input")
-    graph.output(graph.call_module("", (x,)))
-    return graph
+class _Guard(TorchDispatchMode):
+    """Refuses what a graph of fixed sizes cannot repeat. (make_fx would take a value that is read from a parameter for
+    a constant, and sizes that depend on data for fixed ones.)"""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tags = func.tags
+        if torch.Tag.data_dependent_output in tags:
+            raise Uncapturable("forward reads a value of a tensor")
+        if torch.Tag.dynamic_output_shape in tags and (func is not _aten.index.Tensor or _by_mask(args[1])):
+            raise Uncapturable("sizes depend on data")
+        if torch.Tag.nondeterministic_seeded in tags and "dropout" not in func.name():
+            raise Uncapturable("forward draws random numbers")
+        return func(*args, **(kwargs or {}))
 
 
-def _steps(graph: fx.Graph, root: nn.Module) -> Traced:
-    modules = {node: root.get_submodule(node.target) for node in graph.nodes if node.op == "call_module"}
-    _erase_identities(graph, modules)
-    nodes = list(graph.nodes)
-    for node in nodes:
-        if _mutates(node, modules) and any(source.op == "get_attr" for source in node.all_input_nodes):
-            raise Untraceable("forward writes to parameters or buffers")
-    layers, claimed = _gathered(nodes, modules, root)
-    rest = [node for node in nodes if node not in claimed and node.op not in ("placeholder", "output")]
-    steps = {node: Step(node, _KINDS[node.op], node.target, node.args, dict(node.kwargs)) for node in rest} | layers
-    return Traced(
-        inputs=[node for node in nodes if node.op == "placeholder"],
-        steps=[steps[node] for node in nodes if node in steps],
-        result=nodes[-1].args[0],
-        boundaries=[str(node.target) for node in rest if node in modules and is_boundary(modules[node])],
-        left_alone={str(node.target): reason for node in nodes if (reason := _why_left_alone(node, modules))},
-    )
+def _by_mask(indices: Any) -> bool:
+    return any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in indices)
 
 
-def _erase_identities(graph: fx.Graph, modules: Modules) -> None:
-    """Take out what does nothing in evaluation mode."""
-    for node in list(modules):
-        if isinstance(modules[node], (nn.Identity, *_DROPOUTS)) and plain_call(node, modules) is not None:
-            node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
-            graph.erase_node(node)
-            del modules[node]
+def _recorded(root: nn.Module, args: tuple[Any, ...]) -> tuple[fx.Graph, list[Any], pytree.TreeSpec]:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    found: list[pytree.TreeSpec] = []
+
+    def forward(*tensors: Tensor) -> list[Any]:
+        given = iter(tensors)
+        with _Guard():
+            result = type(root).forward(root, *(next(given) if isinstance(a, Tensor) else a for a in args))
+        leaves, spec = pytree.tree_flatten(result)
+        for leaf in leaves:
+            if not isinstance(leaf, (Tensor, *_PLAIN_LEAVES)):
+                raise Uncapturable(f"forward returns a {type(leaf).__name__}")
+        found[:] = [spec]
+        return leaves
+
+    tensors = [a.detach().clone() for a in args if isinstance(a, Tensor)]
+    if not tensors:
+        raise Uncapturable("forward takes no tensor")
+    traced = make_fx(torch.func.functionalize(forward), tracing_mode="real")(*tensors)
+    graph: fx.Graph = traced.graph
+    graph.owning_module = None
+    output = next(iter(reversed(graph.nodes)))
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            node.meta["tensor"] = functools.reduce(getattr, str(node.target).split("."), traced)
+    return graph, list(output.args[0]), found[0]
 
 
-def _gathered(nodes: list[Node], modules: Modules, root: nn.Module) -> tuple[dict[Node, Step], set[Node]]:
-    """Convolutions and linear layers as steps, by the last node of their chains; and every node of a chain."""
-    position = {node: i for i, node in enumerate(nodes)}
-    writes = [i for i, node in enumerate(nodes) if _mutates(node, modules) and not _mutates_only_own(node, modules)]
-    steps: dict[Node, Step] = {}
-    claimed: set[Node] = set()
-    for node in nodes:
-        if _why_left_alone(node, modules) is None:
-            kind, find = "conv", chains.conv_chain
-        elif chains.is_linear(node, modules):
-            kind, find = "linear", chains.linear_chain
-        else:
+def _name_constants(graph: fx.Graph, root: nn.Module) -> None:
+    """Say of each constant of the graph where it is read; one node for each.
+
+    Raises:
+        Uncapturable: if a tensor is found in no module, so that nobody could say whether it changes.
+    """
+    where: dict[int, tuple[str, Source]] = {}
+    for name, module in root.named_modules():
+        for owner in (vars(module), module._buffers, module._parameters):
+            for key, t in owner.items():
+                if isinstance(t, Tensor):
+                    where.setdefault(id(t), (f"{name}.{key}" if name else key, (owner, key)))
+    first: dict[str, Node] = {}
+    for i, node in enumerate(list(graph.nodes)):
+        if node.op != "get_attr":
             continue
-        chain, end, residual = find(node, modules, claimed, root)
-        if any(position[node] < i < position[end] for i in writes):
-            chain, end, residual = find(node, modules, set(nodes), root)  # the layer alone
-        steps[end] = Step(end, kind, chain, (node.args[0],) if residual is None else (node.args[0], residual))
-        claimed.add(end)
-        while node is not end:
-            claimed.add(node)
-            node = next(iter(node.users))
-    return steps, claimed
+        t = node.meta.pop("tensor")
+        if id(t) in where:
+            name, source = where[id(t)]
+        elif all(user.target is _aten.lift_fresh_copy.default for user in node.users):
+            name, source = f"literal.{i}", ({"literal": t}, "literal")  # torch.tensor(..) in the forward
+        else:
+            raise Uncapturable("forward uses a tensor that is in no module")
+        if not is_plain(t):
+            raise Uncapturable(f"{name} is a {type(t).__name__}")
+        if name in first:
+            node.replace_all_uses_with(first[name])
+            graph.erase_node(node)
+            continue
+        first[name] = node
+        node.target, node.meta["source"] = name, source
 
 
-def _why_left_alone(node: Node, modules: Modules) -> str | None:
-    """As `why_not_frozen`, for this call of a module."""
-    module = modules.get(node)
-    reason = "" if module is None else why_not_frozen(module)
-    if reason is None and module is not None and node.target and has_hooks(module):
-        return "it has hooks"
-    if reason is None and (len(node.args) != 1 or node.kwargs or not isinstance(node.args[0], Node)):
-        return "an unusual call"
-    return reason
-
-
-def _mutates(node: Node, modules: Modules) -> bool:
-    """Whether this call may write to an argument."""
-    if node.op == "call_module":
-        module = modules[node]
-        return bool(getattr(module, "inplace", False)) or is_boundary(module)
-    literals = (*node.args, *node.kwargs.values())
-    if node.op == "call_method":
-        name = str(node.target)
-        return name.endswith("_") and not name.endswith("__")
-    if node.op == "call_function":
-        name = getattr(node.target, "__name__", "?")
-        in_place_operator = getattr(operator, f"__{name}__", None) is node.target and name.startswith("i")
-        return (
-            in_place_operator
-            or node.target is operator.setitem
-            or name.endswith("_")
-            or any(value is True for value in literals)
-            or "out" in node.kwargs
-            or (not _from_torch(node.target) and node.target not in _FRESH_FUNCTIONS)
-        )
-    return False
-
-
-def _from_torch(function: Any) -> bool:
-    module = getattr(function, "__module__", None) or ""
-    return module.startswith(("torch", "_operator", "operator", "math", "builtins", "_VariableFunctions"))
-
-
-def _mutates_only_own(node: Node, modules: Modules) -> bool:
-    """Whether the memory written to is new and nobody else reads it."""
-    source = node.args[0] if node.args else None
-    module = modules.get(source) if isinstance(source, Node) else None
-    return (
-        isinstance(module, nn.Conv2d | nn.BatchNorm2d | nn.Linear)
-        and not is_boundary(module)
-        and len(source.users) == 1  # type: ignore[union-attr]
-        and (node.op != "call_module" or not is_boundary(modules[node]))
-    )
-
-
-def keeps_no_view(step: Step, root: nn.Module) -> bool:
-    """Whether this step's result is always new memory, and the step neither writes to its arguments nor keeps them."""
-    if step.kind in ("conv", "linear"):
-        return True
-    if step.kind == "module":
-        module = root.get_submodule(step.target)
-        return type(module) in _FRESH_MODULES and not is_boundary(module) and not getattr(module, "inplace", False)
-    if step.kind != "function":
-        return False
-    return step.target in _FRESH_FUNCTIONS and not any(v is True for v in (*step.args, *step.kwargs.values()))
+def _writes(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return bool(schema is not None and schema.is_mutable)

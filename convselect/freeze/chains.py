@@ -1,247 +1,302 @@
-"""A convolution or linear layer with what follows it, gathered into one step.
+"""Steps of a captured graph: a convolution or linear layer with what follows it, pointwise tails, and the rest.
 
-    conv -> [BatchNorm2d] -> [+ residual] -> [ReLU | ReLU6 | SiLU | GELU]
-    linear -> [* parameter] -> [+ residual] -> [ReLU | ReLU6 | SiLU | GELU]
+    convolution or linear layer -> [+ residual] -> [activation]
 
-if nobody else reads the value in between. A residual may also be added to a permuted view of a linear layer's result.
+is one step if nobody else reads the value in between; a residual may also be added to a permuted view of a linear
+layer's result. What is left of pointwise operations becomes programs of as many operations as fit together.
 """
 
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
-from convselect.base.settings import CHOOSING
-from convselect.layer import SelectedConv2d
+from convselect.freeze.algebra.constants import constant_nodes
+from convselect.freeze.capture import Captured, layer_name, owner
+from convselect.freeze.instructions import MOST_INPUTS, MOST_INSTRUCTIONS, instruction_of
 
 Node = fx.Node
-Modules = dict[Node, nn.Module]
+_aten = torch.ops.aten
 
-_ACTIVATION_MODULES: dict[type, str] = {nn.ReLU: "relu", nn.ReLU6: "relu6", nn.SiLU: "silu", nn.GELU: "gelu"}
-_ACTIVATION_FUNCTIONS: dict[Any, str] = {
-    F.relu: "relu", torch.relu: "relu", torch.relu_: "relu", F.relu_: "relu", F.relu6: "relu6", F.silu: "silu",
-    F.gelu: "gelu",
-}  # fmt: skip
-_ACTIVATION_METHODS = {"relu": "relu", "relu_": "relu"}
 MAX_LINEAR_BYTES = 16 * 2**20
+_SMALL = 2**16  # elements of a constant that is copied
+_FIRST_RESULT = {
+    _aten.max_pool2d_with_indices.default: _aten.max_pool2d.default,
+    _aten.native_layer_norm.default: _aten.layer_norm.default,
+}
+_GATED = {"none": "gelu", "tanh": "gelu_tanh"}
+_ACTIVATIONS: dict[Any, str] = {
+    _aten.relu.default: "relu", _aten.relu6.default: "relu6", _aten.silu.default: "silu",
+    _aten.hardswish.default: "hardswish", _aten.hardsigmoid.default: "hardsigmoid", _aten.sigmoid.default: "sigmoid",
+    _aten.tanh.default: "tanh",
+}  # fmt: skip
 
 
 @dataclass(eq=False)
-class ConvChain:
-    """A convolution with all that runs in its epilogue; its step's arguments are x and, if any, the residual."""
-
-    conv: nn.Conv2d
-    name: str
-    norm: nn.BatchNorm2d | None = None
-    norm_name: str = ""
-    activation: str | None = None
-    residual: bool = False
-
-    @property
-    def fused(self) -> tuple[str, ...]:
-        parts = ["batch norm"] if self.norm is not None else []
-        if self.conv.bias is not None or self.norm is not None:
-            parts.append("bias")
-        if self.residual:
-            parts.append("residual")
-        return (*parts, *((self.activation,) if self.activation else ()))
-
-
-@dataclass(eq=False)
-class LinearChain:
-    """A linear layer with all that runs in its epilogue; its step's arguments are x and, if any, the residual.
+class Layer:
+    """A convolution or linear layer with all that runs in its epilogue.
 
     Attributes:
-        scale: (module, name) of the parameter that the result is multiplied by.
-        permuted: how result and residual of the step permute the layer's dimensions; None if they do not.
+        kind: "conv" or "linear".
+        name: of the module; several layers may have the same.
+        weight, bias: expressions of constants.
+        geometry: stride, padding, dilation, groups of a convolution.
+        slope: of a "leaky_relu" below 0.
+        permuted: how result and residual of the step permute a linear layer's dimensions; None if they do not.
+        folded: names of the tensors that the weight and the bias are made of.
     """
 
-    linear: nn.Linear
+    kind: str
     name: str
-    scale: tuple[nn.Module, str] | None = None
+    weight: Node
+    bias: Node | None
+    geometry: tuple[Any, ...] = ()
     activation: str | None = None
+    slope: float = 0.01
     residual: bool = False
     permuted: tuple[int, ...] | None = None
-    norm_name: str = ""
+    folded: tuple[str, ...] = ()
+
+    @property
+    def norms(self) -> list[str]:
+        """Modules whose running statistics are folded in."""
+        return list(dict.fromkeys(owner(n) for n in self.folded if n.endswith("running_var")))
+
+    @property
+    def merged(self) -> list[str]:
+        """Other modules whose weights are folded in."""
+        owners = dict.fromkeys(owner(n) for n in self.folded if n.endswith(".weight"))
+        return [name for name in owners if name != self.name and name not in self.norms]
 
     @property
     def fused(self) -> tuple[str, ...]:
-        named = (("scale", self.scale), ("bias", self.linear.bias is not None), ("residual", self.residual))
+        known = {self.name, *self.norms}
+        scaled = any(owner(n) not in known and not n.endswith((".weight", ".bias")) for n in self.folded)
+        named = (
+            ("batch norm", self.norms), ("scale", scaled), ("merged", self.merged), ("bias", self.bias is not None),
+            ("residual", self.residual),
+        )  # fmt: skip
         return (*(name for name, there in named if there), *((self.activation,) if self.activation else ()))
 
 
-Found = tuple[ConvChain | LinearChain, Node, Node | None]
+@dataclass(eq=False)
+class Step:
+    """One call of a program: `out` names the value it makes, `args` and `kwargs` hold earlier nodes.
+
+    Attributes:
+        kind: "conv", "linear", "pointwise", "constant", "read" (a parameter as it is) or "call".
+        target: a Layer; the nodes of a pointwise program, the last of which is `out`; the node of an expression of
+            constants; or the function to call.
+    """
+
+    out: Node
+    kind: str
+    target: Any
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def permuted(self) -> tuple[int, ...] | None:
+        """See `Layer`."""
+        return getattr(self.target, "permuted", None)
 
 
-def has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+def steps_of(captured: Captured) -> list[Step]:
+    """The graph as steps, each at the place of its last node."""
+    graph = captured.graph
+    _take_single_results(graph)
+    constants = constant_nodes(graph)
+    nodes = list(graph.nodes)
+    steps: dict[Node, Step] = {}
+    claimed: set[Node] = set(constants)
+    for node in nodes:
+        layer = _layer(node, captured, constants)
+        if layer is None:
+            continue
+        inner, end, residual = _with_tail(node, layer, claimed)
+        steps[end] = Step(end, layer.kind, layer, (node.args[0],) if residual is None else (node.args[0], residual))
+        claimed.update(inner)
+    for inner in _programs(nodes, claimed):
+        steps[inner[-1]] = Step(inner[-1], "pointwise", inner, tuple(_outside(inner)))
+        claimed.update(inner)
+    for node in nodes:
+        if node not in claimed and node.op == "call_function":
+            steps[node] = Step(node, "call", node.target, node.args, dict(node.kwargs))
+    wanted = {node for step in steps.values() for node in _nodes_in((step.args, step.kwargs))}
+    wanted.update(_nodes_in(nodes[-1].args))
+    in_programs = {node for step in steps.values() if step.kind == "pointwise" for node in step.args}
+    for node in constants & wanted:
+        small = meta_of(node).numel() <= _SMALL if isinstance(meta_of(node), Tensor) else False
+        is_read = node.op == "get_attr" and node not in in_programs and not small
+        steps[node] = Step(node, "read" if is_read else "constant", node)
+    return [steps[node] for node in nodes if node in steps]
 
 
-def why_not_frozen(conv: nn.Module) -> str | None:
-    """None if this module is a convolution whose weight may be folded, "" if it is no convolution, else a reason."""
-    if not isinstance(conv, nn.modules.conv._ConvNd):
-        return ""
-    if isinstance(conv, nn.modules.conv._ConvTransposeNd):
-        return "a transposed convolution"
-    if type(conv) not in (nn.Conv2d, SelectedConv2d):
-        return f"{type(conv).__qualname__} is not an nn.Conv2d itself"
-    assert isinstance(conv, nn.Conv2d)
-    if "forward" in vars(conv):
-        return "its forward was replaced"
-    policy = getattr(conv, "policy", None)
-    if policy is not None and policy not in CHOOSING:
-        return f"its policy asks for {policy}"
-    if conv.padding_mode != "zeros":
-        return f"padding mode {conv.padding_mode}"
-    if not is_plain(conv.weight):
-        return f"its weight is {type(conv.weight).__name__}, {conv.weight.dtype} on {conv.weight.device}"
-    if not conv.weight.is_floating_point():
-        return f"its weight is {conv.weight.dtype}"
-    return None
+def _take_single_results(graph: fx.Graph) -> None:
+    """Operations of which only the first result is read become those that have no other."""
+    for node in list(graph.nodes):
+        single = _FIRST_RESULT.get(node.target)
+        if single is None or not all(user.target is operator.getitem and user.args[1] == 0 for user in node.users):
+            continue
+        for user in list(node.users):
+            with graph.inserting_before(node):
+                new = graph.call_function(single, node.args, dict(node.kwargs))
+            new.meta = dict(user.meta)
+            user.replace_all_uses_with(new)
+            graph.erase_node(user)
+        graph.erase_node(node)
 
 
-def is_plain(t: torch.Tensor) -> bool:
-    """Whether this is memory that can be read here: no subclass (as of a quantisation library), no other device."""
-    return type(t) in (torch.Tensor, nn.Parameter) and t.is_cpu and t.layout == torch.strided
+def _nodes_in(arguments: Any) -> list[Node]:
+    found: list[Node] = []
+    fx.map_arg(arguments, lambda node: found.append(node))
+    return found
 
 
-def is_boundary(module: nn.Module) -> bool:
-    """Whether a module that the tracer kept whole must be called as a module: hooks, a forward of its own."""
-    return has_hooks(module) or "forward" in vars(module) or not type(module).__module__.startswith("torch.nn")
+def meta_of(node: Node) -> Tensor:
+    """What the value looked like when it was captured, on no device."""
+    return node.meta["val"]  # type: ignore[no-any-return]
 
 
-def plain_call(node: Node, modules: Modules) -> nn.Module | None:
-    """The module of a call with a single positional tensor, in evaluation mode and without hooks."""
-    module = modules.get(node)
-    if module is None or module.training or has_hooks(module) or "forward" in vars(module):
+# ---- layers ----------------------------------------------------------------------------------------------------------
+
+
+def _layer(node: Node, captured: Captured, constants: set[Node]) -> Layer | None:
+    """The layer that this node is, without what follows; None if it is none that can be frozen."""
+    if node.op != "call_function":
         return None
-    return module if len(node.args) == 1 and not node.kwargs and isinstance(node.args[0], Node) else None
+    geometry: tuple[Any, ...] = ()
+    given: Any = node.args
+    if node.target is _aten.convolution.default:
+        x, weight, bias, stride, padding, dilation, transposed, _, groups = given
+        if transposed or weight.meta["val"].dim() != 4 or meta_of(x).dim() != 4:
+            return None
+        kind, geometry = "conv", (tuple(stride), tuple(padding), tuple(dilation), groups)
+    elif node.target is _aten.linear.default:
+        x, weight, bias = (*given, None)[:3]
+        kind = "linear"
+    else:
+        return None
+    value = meta_of(weight)
+    if x in constants or weight not in constants or not (bias is None or bias in constants):
+        return None
+    # A larger one is limited by memory bandwidth, and its packed copy would double its memory.
+    if kind == "linear" and value.numel() * value.element_size() > MAX_LINEAR_BYTES:
+        return None
+    if not value.is_floating_point() or meta_of(x).dtype != value.dtype:
+        return None
+    made_of = [source for part in (weight, bias) if part is not None for source in captured.constants.sources(part)]
+    folded = tuple(dict.fromkeys(str(source.target) for source in made_of))
+    return Layer(kind, node.meta.get("layer") or layer_name(weight), weight, bias, geometry, folded=folded)
 
 
-def conv_chain(node: Node, modules: Modules, claimed: set[Node], root: nn.Module) -> Found:
-    """The longest chain from this convolution without nodes in `claimed`, its last node, and the residual's."""
-    conv = modules[node]
-    assert isinstance(conv, nn.Conv2d)
-    chain = ConvChain(conv, str(node.target))
-    end, residual = node, None
-    while chain.activation is None and len(end.users) == 1:
+def _with_tail(node: Node, layer: Layer, claimed: set[Node]) -> tuple[list[Node], Node, Node | None]:
+    """Adds to `layer` what can run in its epilogue. Returns all nodes, the last one, and the residual's."""
+    end, residual, inner = node, None, [node]
+    while layer.activation is None and len(end.users) == 1:
         user = next(iter(end.users))
-        if user in claimed or user.op == "output":
+        if user in claimed or user.op != "call_function":
             break
-        module = plain_call(user, modules)
-        other = _other_summand(user, end)
-        if type(module) is nn.BatchNorm2d and module.running_mean is not None and chain.norm is None and not residual:
-            assert isinstance(module, nn.BatchNorm2d)
-            if module.num_features != conv.out_channels:
-                break
-            chain.norm, chain.norm_name = module, str(user.target)
-        elif other is not None and residual is None:
-            residual, chain.residual = other, True
-        elif (activation := _activation(user, module)) is not None:
-            chain.activation = activation
-        else:
-            break
-        end = user
-    return chain, end, residual
-
-
-def is_linear(node: Node, modules: Modules) -> bool:
-    layer = plain_call(node, modules)
-    return (
-        type(layer) is nn.Linear
-        and layer.weight.is_cpu
-        and layer.weight.layout == torch.strided
-        and layer.weight.is_floating_point()
-        # A larger one is limited by memory bandwidth, and its packed copy would double its memory.
-        and is_plain(layer.weight)
-        and layer.weight.numel() * layer.weight.element_size() <= MAX_LINEAR_BYTES
-    )
-
-
-def linear_chain(node: Node, modules: Modules, claimed: set[Node], root: nn.Module) -> Found:
-    """As `conv_chain`, for a linear layer."""
-    linear = modules[node]
-    assert isinstance(linear, nn.Linear)
-    chain = LinearChain(linear, str(node.target))
-    end, residual = node, None
-    while chain.activation is None and len(end.users) == 1:
-        user = next(iter(end.users))
-        if user in claimed or user.op == "output":
-            break
-        other = _other_summand(user, end)
-        scale = _other_factor(user, end, root, linear.out_features)
-        permuted = _permutation(user)
-        if scale is not None and chain.scale is None and residual is None and chain.permuted is None:
-            chain.scale = scale
-        elif permuted is not None and chain.permuted is None and residual is None:
+        other = _other_summand(user, end, claimed)
+        if layer.kind == "linear" and layer.permuted is None and residual is None and (dims := _permutation(user)):
             following = next(iter(user.users)) if len(user.users) == 1 else None
-            if following is None or following in claimed or _other_summand(following, user) is None:
+            if following is None or following in claimed or _other_summand(following, user, claimed) is None:
                 break
-            chain.permuted = permuted
+            layer.permuted = dims
         elif other is not None and residual is None:
-            residual, chain.residual = other, True
-        elif (activation := _activation(user, plain_call(user, modules))) is not None:
-            chain.activation = activation
+            residual, layer.residual = other, True
+        elif (activation := activation_of(user)) is not None:
+            layer.activation = activation
+            if activation == "leaky_relu" and len(user.args) > 1:
+                layer.slope = float(user.args[1])  # type: ignore[arg-type]
         else:
             break
         end = user
-    return chain, end, residual
+        inner.append(user)
+    return inner, end, residual
 
 
-def _other_factor(node: Node, mine: Node, root: nn.Module, size: int) -> tuple[nn.Module, str] | None:
-    """(owner, name) of the parameter if `node` is `mine` * parameter, with one number per output."""
-    if node.op != "call_function" or node.target not in (operator.mul, torch.mul) or node.kwargs or len(node.args) != 2:
-        return None
-    a, b = node.args
-    other = b if a is mine else a
-    if not isinstance(other, Node) or other is mine or other.op != "get_attr":
-        return None
-    owner_name, _, name = str(other.target).rpartition(".")
-    owner = root.get_submodule(owner_name)
-    parameter = owner._parameters.get(name)
-    return (owner, name) if parameter is not None and parameter.shape == (size,) else None
+def activation_of(node: Node) -> str | None:
+    if node.target is _aten.gelu.default:
+        return _GATED.get(str(node.kwargs.get("approximate", "none")))
+    if node.target is _aten.hardtanh.default and node.args[1:] == (0.0, 6.0):
+        return "relu6"
+    if node.target is _aten.leaky_relu.default:
+        return "leaky_relu"
+    return _ACTIVATIONS.get(node.target) if len(node.args) == 1 else None
 
 
 def _permutation(node: Node) -> tuple[int, ...] | None:
-    """The dimensions of a `permute` that names them all, counted from the front."""
-    if node.op != "call_method" or node.target != "permute" or node.kwargs:
+    if node.target is not _aten.permute.default:
         return None
-    dims = node.args[1:]
-    if len(dims) == 1 and isinstance(dims[0], list | tuple):
-        dims = tuple(dims[0])
-    plain = all(isinstance(d, int) and d >= 0 for d in dims)
-    return dims if plain and sorted(dims) == list(range(len(dims))) else None  # type: ignore[return-value, type-var, arg-type]
+    dims: Any = node.args[1]
+    return tuple(d % len(dims) for d in dims)
 
 
-def _activation(node: Node, module: nn.Module | None) -> str | None:
-    """The name of the activation that this node is, with its default parameters."""
-    if module is not None:
-        exact = not isinstance(module, nn.GELU) or module.approximate == "none"
-        return _ACTIVATION_MODULES.get(type(module)) if exact else None
-    rest = (*node.args[1:], *(v for k, v in node.kwargs.items() if k != "inplace"))
-    if any(not isinstance(v, bool) for v in rest) or not node.args or not isinstance(node.args[0], Node):
-        return None
-    if node.op == "call_function":
-        return _ACTIVATION_FUNCTIONS.get(node.target)
-    return _ACTIVATION_METHODS.get(node.target) if node.op == "call_method" else None  # type: ignore[arg-type]
-
-
-def _other_summand(node: Node, mine: Node) -> Node | None:
-    """b if `node` is mine + b or b + mine; a sum in place counts only if it overwrites `mine`."""
-    either = (node.op == "call_function" and node.target in (operator.add, torch.add)) or (
-        node.op == "call_method" and node.target == "add"
-    )
-    in_place = (node.op == "call_function" and node.target is operator.iadd) or (
-        node.op == "call_method" and node.target == "add_"
-    )
-    if not (either or in_place) or node.kwargs or len(node.args) != 2:
+def _other_summand(node: Node, mine: Node, claimed: set[Node]) -> Node | None:
+    """b if `node` is mine + b or b + mine, of the same shape and dtype, and b is no constant."""
+    if node.target is not _aten.add.Tensor or node.kwargs or len(node.args) != 2:
         return None
     a, b = node.args
     if not isinstance(a, Node) or not isinstance(b, Node) or a is b:
         return None
-    return b if a is mine else a if either else None
+    other = b if a is mine else a
+    if (
+        other.op == "get_attr"
+        or meta_of(other).shape != meta_of(mine).shape
+        or meta_of(other).dtype != meta_of(mine).dtype
+    ):
+        return None
+    return other
+
+
+# ---- pointwise programs ----------------------------------------------------------------------------------------------
+
+
+def _programs(nodes: list[Node], claimed: set[Node]) -> Iterator[list[Node]]:
+    """Groups of pointwise operations, each with one result that others read."""
+    taken = set(claimed)
+    position = {node: i for i, node in enumerate(nodes)}
+    for node in reversed(nodes):
+        if node in taken or not _is_pointwise(node):
+            continue
+        inner = [node]
+        # Backwards: an operation joins if everybody who reads it has.
+        for current in inner:
+            for before in sorted(current.all_input_nodes, key=position.__getitem__, reverse=True):
+                if before in taken or before in inner or any(user not in inner for user in before.users):
+                    continue
+                more = [*inner, before]
+                fits = len(more) <= MOST_INSTRUCTIONS and len(_outside(more)) <= MOST_INPUTS
+                if fits and _is_pointwise(before) and meta_of(before).shape == meta_of(node).shape:
+                    inner.append(before)
+        taken.update(inner)
+        yield sorted(inner, key=position.__getitem__)
+
+
+def _is_pointwise(node: Node) -> bool:
+    if node.op != "call_function" or instruction_of(node) is None:
+        return False
+    return all(meta_of(t).dtype == torch.float32 for t in (node, *node.all_input_nodes))
+
+
+def _outside(inner: list[Node]) -> list[Node]:
+    """The values that these operations read and do not make, in order."""
+    own = set(inner)
+    return list(dict.fromkeys(arg for node in inner for arg in node.all_input_nodes if arg not in own))
+
+
+def why_not_frozen(module: nn.Module) -> str | None:
+    """None if this module is a convolution whose weight may be folded, "" if it is no convolution, else a reason."""
+    if not isinstance(module, nn.modules.conv._ConvNd):
+        return ""
+    if isinstance(module, nn.modules.conv._ConvTransposeNd):
+        return "a transposed convolution"
+    if module.weight.dim() != 4:
+        return f"a convolution of {module.weight.dim() - 2} dimensions"
+    return None

@@ -1,11 +1,4 @@
-"""A frozen convolution: its normalisation folded in, and the ways to run it.
-
-Batch normalisation with fixed statistics is a scale and a shift per channel (Jacob et al., 2018, "Quantization and
-Training of Neural Networks for Efficient Integer-Arithmetic-Only Inference", section 3.2):
-
-    gamma (conv(x, w) + b - mean) / sqrt(var + eps) + beta  =  conv(x, w s) + (b - mean) s + beta,
-    s = gamma / sqrt(var + eps)
-"""
+"""A frozen convolution, and the ways to run it. Normalisations are in its weight and bias already: see `algebra`."""
 
 from __future__ import annotations
 
@@ -19,57 +12,26 @@ from convselect.aten.arguments import problem_of
 from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem
 from convselect.base.settings import Settings
 from convselect.choice.budgets import is_disabled
-from convselect.freeze.candidates import FORMATS, ONEDNN_ACTIVATIONS, Candidate, Form, finish, onednn_takes
-from convselect.freeze.chains import ConvChain
-from convselect.freeze.kernel import KERNELS
-from convselect.freeze.layer import FrozenLayer, Source, copied
+from convselect.freeze.candidates import FORMATS, Candidate, Form, onednn_takes
+from convselect.freeze.chains import Layer
+from convselect.freeze.kernel import KERNELS, STEM
+from convselect.freeze.layer import FrozenLayer
 from convselect.kernels._contract import Grade
 from convselect.kernels._native_ops import plainly_contiguous, wrong_in_channels_last
 
 
 class FrozenConv(FrozenLayer):
-    """activation(norm(conv(x)) + residual); x is (N, C, H, W)."""
+    """activation(conv(x) + residual); x is (N, C, H, W)."""
 
-    def __init__(self, chain: ConvChain) -> None:
-        self.chain = chain
-        self.conv = chain.conv
-        super().__init__(chain.conv.weight.dtype, chain.activation, chain.residual)
-
-    def sources(self) -> list[Source]:
-        conv, norm = self.conv, self.chain.norm
-        names: list[tuple[Any, str]] = [(conv._parameters, "weight"), (conv._parameters, "bias")]
-        if norm is not None:
-            names += [(norm._parameters, "weight"), (norm._parameters, "bias")]
-            names += [(norm._buffers, "running_mean"), (norm._buffers, "running_var")]
-        return [(owner, key) for owner, key in names if owner.get(key) is not None]
-
-    def _folded(self) -> tuple[Tensor, Tensor | None]:
-        """Computed in float64 if there is a normalisation to fold."""
-        conv, norm = self.conv, self.chain.norm
-        weight = conv.weight.detach()
-        bias = None if conv.bias is None else conv.bias.detach()
-        if norm is None:
-            return copied(weight), None if bias is None else copied(bias)
-        assert norm.running_mean is not None
-        assert norm.running_var is not None
-        scale = (norm.running_var.double() + norm.eps).rsqrt()
-        if norm.weight is not None:
-            scale = scale * norm.weight.detach().double()
-        shift = -norm.running_mean.double() if bias is None else bias.double() - norm.running_mean.double()
-        shift = shift * scale
-        if norm.bias is not None:
-            shift = shift + norm.bias.detach().double()
-        folded = weight.double() * scale.view(-1, 1, 1, 1)
-        wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
-        return folded.to(weight.dtype).contiguous(), shift.to(wide)
+    def __init__(self, layer: Layer) -> None:
+        self.stride, self.padding, self.dilation, self.groups = layer.geometry
+        super().__init__(layer)
 
     def problem(self, x: Tensor) -> ConvProblem | None:
-        conv = self.conv
-        return problem_of(x, self.weight, (conv.stride, conv.padding, conv.dilation, conv.groups))
+        return problem_of(x, self.weight, self.layer.geometry)
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        conv = self.conv
-        return torch.conv2d(x, weight, bias, conv.stride, conv.padding, conv.dilation, conv.groups)  # type: ignore[call-overload, no-any-return]
+        return torch.conv2d(x, weight, bias, *self.layer.geometry)
 
     def candidates(self, x: Tensor, residual: Tensor | None, layout: str, settings: Settings) -> list[Candidate]:
         problem = self.problem(x)
@@ -89,12 +51,13 @@ class FrozenConv(FrozenLayer):
         x_form, y_form = (
             Form.dense(shape, layout, problem.torch_dtype) for shape in (problem.x_shape, problem.y_shape)
         )
+        if layout == CHANNELS_LAST and x.is_contiguous():
+            found += self.kernel_candidates((STEM,), problem, settings, Form.like(x), y_form)
         return found + self.kernel_candidates(KERNELS, problem, settings, x_form, y_form)
 
     def _native(self, layout: str) -> Candidate:
-        activation, bias, memory_format, key = self.activation, self.bias, FORMATS[layout], ("native", layout)
-        conv = self.conv
-        stride, padding, dilation, groups = conv.stride, conv.padding, conv.dilation, conv.groups
+        bias, memory_format, key = self.bias, FORMATS[layout], ("native", layout)
+        stride, padding, dilation, groups = self.layer.geometry
 
         def bind(*_: Tensor | None) -> Any:
             cell = self.packed(key, lambda: self.weight.contiguous(memory_format=memory_format))
@@ -102,7 +65,7 @@ class FrozenConv(FrozenLayer):
             def run(x: Tensor, residual: Tensor | None = None) -> Tensor:
                 x = x.contiguous(memory_format=memory_format)
                 y = torch.conv2d(x, cell[0], bias, stride, padding, dilation, groups)  # type: ignore[call-overload]
-                return finish(y, residual, activation)
+                return self.finish(y, residual)
 
             return run
 
@@ -113,20 +76,20 @@ class FrozenConv(FrozenLayer):
 
         def run(x: Tensor, residual: Tensor | None = None) -> Tensor:
             y = self._linear(plainly_contiguous(x), self.weight, self.bias)
-            return finish(y.contiguous(memory_format=torch.channels_last), residual, self.activation)
+            return self.finish(y.contiguous(memory_format=torch.channels_last), residual)
 
         return Candidate("native", Grade.DIRECT, lambda *_: run)
 
     def _gemm(self, problem: ConvProblem) -> Candidate:
         """A 1x1 convolution in NHWC order is one matrix product, (N H W, C) times (C, K)."""
-        activation, bias = self.activation, self.bias
+        bias = self.bias
         weight = self.weight.view(problem.K, -1)
         linear = F.linear
 
         def run(x: Tensor, residual: Tensor | None = None) -> Tensor:
             x = x.contiguous(memory_format=torch.channels_last)
             y = linear(x.permute(0, 2, 3, 1), weight, bias).permute(0, 3, 1, 2)
-            return finish(y, residual, activation)
+            return self.finish(y, residual)
 
         return Candidate("gemm", Grade.DIRECT, lambda *_: run)
 
@@ -136,7 +99,7 @@ class FrozenConv(FrozenLayer):
         padding, stride, dilation, groups = [p.pad_top, p.pad_left], list(p.stride), list(p.dilation), p.groups
         unary: Any = torch.ops.mkldnn._convolution_pointwise.default
         binary: Any = torch.ops.mkldnn._convolution_pointwise.binary
-        attribute, scalars, algorithm = ONEDNN_ACTIVATIONS[activation]
+        attribute, scalars, algorithm = self.onednn_activation
         memory_format = FORMATS[layout]
 
         def pack() -> Any:
@@ -158,7 +121,7 @@ class FrozenConv(FrozenLayer):
                     )
                 else:  # the binary form takes no other activation
                     y = unary(x, cell[0], bias, padding, stride, dilation, groups, "none", [], "")
-                    y = finish(y, residual, activation)
+                    y = self.finish(y, residual)
                 return y.contiguous(memory_format=memory_format)  # type: ignore[no-any-return]
 
             return run

@@ -1,7 +1,9 @@
-"""`freeze(model)`: inference on a CPU with folded normalisations, fused epilogues and prepared weights; `unfreeze`.
+"""`freeze(model)`: inference on a CPU with folded weights, fused epilogues and memory laid out beforehand; `unfreeze`.
 
-Each traceable part of the model gets a `forward` as an instance attribute, which hides the class's without touching it:
-modules, parameters, buffers, hooks and state_dict stay what they are, and `unfreeze` only removes the attribute.
+The largest parts of a model that can be captured get a `forward` as an instance attribute, which hides the class's
+without touching it: modules, parameters, buffers, hooks and state_dict stay what they are, and `unfreeze` only removes
+the attribute. At the first call with inputs of a new kind the class's forward is captured (see `capture`), rewritten
+(see `algebra`), cut into steps (see `chains`) and planned (see `plan`).
 """
 
 from __future__ import annotations
@@ -9,7 +11,6 @@ from __future__ import annotations
 import inspect
 import operator
 import threading
-from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -19,17 +20,19 @@ from torch.nn.modules import module as _nn_module
 
 from convselect.aten.strides import in_functorch
 from convselect.base import settings as _settings
-from convselect.base.lru import LRU
-from convselect.base.warnings import warn_once
+from convselect.base.lru import LRU, Entry
 from convselect.freeze import refusals
-from convselect.freeze.capture import Traced, Untraceable, required_arguments, trace
-from convselect.freeze.chains import has_hooks, why_not_frozen
-from convselect.freeze.plan import CHANNELS_LAST, CONTIGUOUS, Plan, Program, make_plan
+from convselect.freeze.capture import Uncapturable, capture, why_not_captured
+from convselect.freeze.chains import Layer
+from convselect.freeze.plan import CHANNELS_LAST, CONTIGUOUS, Plan, make_plan
+from convselect.freeze.program import Program, Registry
+from convselect.freeze.remembered import Remembered
 from convselect.freeze.watch import Watch
 from convselect.layer import check_module
 
 M = TypeVar("M", bound=nn.Module)
 
+_LAYOUTS: tuple[str, ...] = (CONTIGUOUS, CHANNELS_LAST)
 _PLANS = 16
 _MEASURED_PLANS = 8
 
@@ -49,16 +52,19 @@ _PLAIN = frozenset({Tensor, nn.Parameter})
 def freeze(model: M, *example: Any) -> M:
     """Make inference with `model` on a CPU as fast as measuring can make it. In place; `unfreeze` undoes it.
 
-    Folds batch normalisation into the convolution before it, runs bias, residual sum and activation in the
-    convolution's epilogue, keeps weights in the form each kernel wants, and measures: for every convolution, the
-    fastest candidate that agrees with `torch.conv2d`; for the whole, NCHW or NHWC between the layers, or the model as
-    it was if nothing is faster. Parameters, buffers, modules, hooks and state_dict are not touched.
+    The forward is captured as a graph of PyTorch's basic operations, so that any spelling of a layer comes out the
+    same, and simplified: scales, shifts and batch normalisations go into the weights of convolutions and linear layers
+    before or after them, weights that are computed from weights are computed once, parallel convolutions whose results
+    are added become one. Bias, residual sum and activation run in a layer's epilogue, what is left of pointwise
+    operations in one pass each, and weights are kept in the form each kernel wants. Then it measures: for every layer,
+    the fastest candidate that agrees with PyTorch's operation; for the whole, NCHW or NHWC between the layers, or the
+    model as it was if nothing is faster. Parameters, buffers, modules, hooks and state_dict are not touched.
     `convselect.summary(model)` says what was folded, fused and chosen, and what was left alone and why.
 
-    Measuring happens at the first call with inputs of a new shape, stride, dtype or thread count, and takes from a
-    fraction of a second to some tens of seconds; the given example makes that first call now. After eight kinds of
-    input, further ones take what was chosen before. Planning runs the model several times, so hooks inside see more
-    calls.
+    Capturing and measuring happen at the first call with inputs of a new shape, stride, dtype or thread count, and take
+    from a second to some tens of seconds; the given example makes that first call now. What was chosen is kept in the
+    store, so that a later process measures nothing again. After eight kinds of input, further ones take what was chosen
+    before, from their second call on. Planning runs the model several times.
 
     What a call with a frozen model still does:
 
@@ -68,16 +74,19 @@ def freeze(model: M, *example: Any) -> M:
       the counter (`.data.copy_`, NumPy) are noticed at once if they reach the one element per weight that each call
       samples, as whole-tensor updates do, within eight calls for biases and statistics, and otherwise when the 64 KiB
       that each call adds up in turn come to them. Other attributes (stride, eps) are read once.
-    - Hooks: a module with forward hooks is called as a module, and parts are traced around and inside it. If hooks
-      were added later, or global ones are set, calls run the original forward.
-    - Autocast, tracers, torch.compile, torch.func, dispatch modes, tensor subclasses, other devices, sizes that depend
-      on data, optional arguments that are given, a forced policy and batch invariance run the original forward.
+    - Hooks: a module inside that has forward hooks, or a forward of its own, is called as before, and so are the
+      modules around it; the parts beside and within it are frozen by themselves. If hooks were added later, or global
+      ones are set, calls run the original forward.
+    - So it is with control flow and sizes that depend on values of tensors, random numbers, and side effects: the
+      modules around them run as they were, without gradients, and the largest parts without all that are frozen.
+    - Autocast, tracers, torch.compile, torch.func, dispatch modes, tensor subclasses, other devices, a forced policy
+      and batch invariance run the original forward.
     - NaN and infinity, in inputs or weights, run the original forward if a kernel would spread or lose them.
     - Results never require gradients. An input that does, under grad mode, is an error, as are `train()` and
       `torch.jit.script`, and a module that was put in, is in training mode and may compute something else there.
 
     A deep copy or an unpickled copy of a frozen model is frozen and plans anew. Print statements and other side effects
-    of a traced forward do not happen.
+    of a captured forward do not happen.
 
     Args:
         model: in evaluation mode.
@@ -94,11 +103,7 @@ def freeze(model: M, *example: Any) -> M:
     if any(module.training for module in model.modules()):
         raise RuntimeError("freeze takes a model in evaluation mode: call model.eval() first")
     unfreeze(model)
-    remembered: dict[Any, str] = {}
-    untraced: dict[str, str] = {}
-    for name, root, traced in list(_traceable_parts(model, untraced)):
-        around = tuple(untraced.get(other, "") for other in parents(name))
-        FrozenForward(root, around, remembered, traced).install()
+    _freeze_parts(model, None, (), Remembered())
     if example:
         model(*example)
     return model
@@ -133,9 +138,15 @@ def parents(name: str) -> list[str]:
     return [".".join(parts[:i]) for i in reversed(range(len(parts)))]
 
 
-def _traceable_parts(model: nn.Module, untraced: dict[str, str]) -> Iterator[tuple[str, nn.Module, Traced]]:
-    """The largest modules that can be traced and hold a convolution to freeze; why the others cannot goes to
-    `untraced`."""
+def _freeze_parts(model: nn.Module, why_not_whole: str | None, around: tuple[str, ...], remembered: Remembered) -> None:
+    """Give the largest modules of `model` that hold a layer to freeze, and that nothing forbids to capture, a frozen
+    forward; and one that only calls the original to those around them.
+
+    Args:
+        why_not_whole: why `model` itself cannot be captured, if that is known.
+        around: why each of the modules around it was not frozen as a whole, the innermost first.
+    """
+    reasons: dict[str, str] = {}
     pending = [("", model)]
     seen: set[int] = set()
     while pending:
@@ -143,19 +154,38 @@ def _traceable_parts(model: nn.Module, untraced: dict[str, str]) -> Iterator[tup
         if id(module) in seen:
             continue
         seen.add(id(module))
-        if not any(why_not_frozen(m) is None for m in module.modules()):
+        if not any(map(_has_weight, module.modules())):
             continue
-        prefix = f"{name}." if name else ""
-        try:
-            traced = trace(module)
-        except Untraceable as why:
-            if not isinstance(module, nn.ModuleList | nn.ModuleDict):
-                untraced[name] = f"It was not traced as a whole: {str(why).rstrip('.')}."
+        reason = why_not_whole if module is model and why_not_whole else _why_not_frozen(module)
+        if "forward" not in vars(module) and reason != "":
+            near = tuple(reasons.get(other, "") for other in parents(name)) + around
+            FrozenForward(module, near, remembered, reason).install()
+        if reason is not None:
+            reasons[name] = not_whole(reason)
+            prefix = f"{name}." if name else ""
             pending += [(prefix + child_name, child) for child_name, child in module.named_children()]
-            continue
-        pending += [(prefix + inner, module.get_submodule(inner)) for inner in traced.boundaries]
-        if traced.chains:
-            yield name, module, traced
+
+
+def _has_weight(module: nn.Module) -> bool:
+    """Whether this module by itself has a weight that looks like one of a layer to freeze."""
+    if isinstance(module, nn.Linear):
+        return True
+    if isinstance(module, nn.modules.conv._ConvTransposeNd):
+        return False
+    weights = (t for t in module._parameters.values() if t is not None and not nn.parameter.is_lazy(t))
+    return any(t.dim() == 4 for t in weights)
+
+
+def _why_not_frozen(module: nn.Module) -> str | None:
+    if "forward" in vars(module):
+        return "Its forward was replaced."
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        return ""
+    return why_not_captured(module)
+
+
+def not_whole(reason: str) -> str:
+    return reason if reason.startswith("It") or not reason else f"It was not captured as a whole: {reason.rstrip('.')}."
 
 
 class FrozenForward:
@@ -166,37 +196,35 @@ class FrozenForward:
         around: why each of the modules around it was not frozen as a whole, the innermost first; "" if there is no
             reason to tell.
         remembered: candidates chosen so far, shared between the parts of one model.
-        traced: the steps of the root's forward, if they are known already.
+        why_original: why the module runs as it was, for good: it cannot be captured. What is inside may be frozen, and
+            runs without gradients.
     """
 
     def __init__(
         self,
         root: nn.Module,
         around: tuple[str, ...] = (),
-        remembered: dict[Any, str] | None = None,
-        traced: Traced | None = None,
+        remembered: Remembered | None = None,
+        why_original: str | None = None,
     ) -> None:
         # `root` may still be empty here, while a copy of it is being made.
         self.root = root
         self.around = around
-        self.why_original: str | None = None
-        """Why the module runs as it was, for good: it can no longer be traced."""
-        self._remembered: dict[Any, str] = {} if remembered is None else remembered
-        self._traced = traced
+        self.why_original = why_original
+        self._remembered: Remembered = Remembered() if remembered is None else remembered
         self._lock = threading.RLock()
         self._plans = LRU(_PLANS)
-        self._program: Program | None = None
+        self._met_once = LRU(_PLANS)
+        self._registry: Registry | None = None
         self._watch: Watch | None = None
         self._finite = True
-        self._required: list[str] = []
         self._structure: list[dict[str, Any]] = []
         self._saved_structure: list[dict[str, Any]] = []
         self._hooks: list[dict[Any, Any]] = []
         self._modes: list[nn.Module] = []
 
     def install(self) -> None:
-        if self._traced is not None:
-            self._note_modules(self._traced)
+        self._note_modules()
         self.root.forward = self
         self.root.train = refusals.RefuseTraining(self.root)  # type: ignore[assignment]
         self.root.__prepare_scriptable__ = refusals.RefuseScripting()  # type: ignore[assignment]
@@ -210,30 +238,16 @@ class FrozenForward:
         raise AttributeError(f"{type(self).__name__} has no attribute {name}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FrozenForward:
-        return FrozenForward(memo.get(id(self.root), self.root), self.around)
+        return FrozenForward(memo.get(id(self.root), self.root), self.around, None, self.why_original)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (FrozenForward, (self.root, self.around))
+        return (FrozenForward, (self.root, self.around, None, self.why_original))
 
-    def traced(self) -> Traced | None:
-        """The steps of the root's own forward; None if it can no longer be traced, and runs as it was."""
-        with self._lock:
-            if self._program is None and self._structure != self._saved_structure:
-                self._traced = None  # modules were replaced since
-            if self._traced is not None or self.why_original is not None:
-                return self._traced
-            replaced = vars(self.root).pop("forward", None)
-            try:
-                self._traced = trace(self.root)
-                self._note_modules(self._traced)
-            except Untraceable as why:
-                self.why_original = str(why)
-                what = f"a frozen {type(self.root).__name__}"
-                warn_once(f"freeze:{id(self)}", f"convselect: {what} runs as it was: {why}")
-            finally:
-                if replaced is not None:
-                    vars(self.root)["forward"] = replaced
-            return self._traced
+    def layers(self) -> list[Layer]:
+        """The layers of all programs made so far, each once."""
+        programs = [plan.program for _, plan in self.plans() if plan.program is not None]
+        found = {program.layers[step]: step.target for program in programs for step in program.layers}
+        return list(found.values())
 
     def plans(self) -> list[tuple[str, Plan]]:
         """Each kind of input met so far, in words, and how it is computed."""
@@ -264,9 +278,9 @@ class FrozenForward:
         """A call without gradients."""
         if _any_autocast():
             return self._original(*args, **kwargs)
-        if self._program is None and not self._prepare():
+        if self.why_original is not None or (self._registry is None and not self._prepare()):
             return self._original(*args, **kwargs)
-        if kwargs or len(args) != len(self._required):
+        if kwargs:
             bound = self._bound(args, kwargs)
             if bound is None:
                 return self._original(*args, **kwargs)
@@ -275,6 +289,7 @@ class FrozenForward:
         if not settings.chooses or settings.batch_invariant or any(self._hooks):
             return self._original(*args)
         key: list[Any] = [_threads(), settings, _mkldnn_enabled()]
+        tensors = args
         for a in args:
             if type(a) in _PLAIN:
                 if not a.is_cpu or a.layout is not torch.strided or a.is_neg():
@@ -282,11 +297,14 @@ class FrozenForward:
                 key += (a.shape, a.stride(), a.dtype)
             elif a is None or isinstance(a, int | float | str):
                 key += (type(a), a)
+                tensors = ()
             else:
                 return self._original(*args)
+        if tensors is not args:
+            tensors = tuple(a for a in args if isinstance(a, Tensor))
         if any(map(_training, self._modes)):
             refusals.refuse_training(self.root)
-        if not self._is_current() and self._program is None:
+        if not self._is_current() and self._registry is None:
             return self._original(*args)
         if not self._finite:
             return self._original(*args)
@@ -295,62 +313,55 @@ class FrozenForward:
         if plan is None:
             return self._plan(frozen_key, args)
         plan.age = self._plans.clock
-        return plan.run(args, self._original)
+        return plan.run(tensors, lambda: self._original(*args))
 
     def _original(self, *args: Any, **kwargs: Any) -> Any:
         return type(self.root).forward(self.root, *args, **kwargs)
 
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-        """The required arguments in order, if the optional ones have their defaults."""
+        """The arguments in order; None if some can only be given by name."""
         try:
             bound = inspect.signature(type(self.root).forward).bind(self.root, *args, **kwargs)
         except TypeError:
             return None
-        given = dict(list(bound.arguments.items())[1:])
-        parameters = bound.signature.parameters
-        if any(given[name] is not parameters[name].default for name in given.keys() - set(self._required)):
-            return None
-        return tuple(given[name] for name in self._required)
+        bound.apply_defaults()
+        return None if bound.kwargs else bound.args[1:]
 
     # ---- preparation --------------------------------------------------------------------------------------------
 
     def _prepare(self) -> bool:
-        """Trace, fold, and watch the weights. False if the module can no longer be traced."""
+        """Look at the modules inside, and start to watch weights. False if the module cannot be frozen now."""
         with self._lock, torch.inference_mode(False), torch.no_grad():
-            if self._program is not None:
+            if self._registry is not None:
                 return True
-            if self.why_original is not None:
-                return False
             refusals.refuse_training(self.root)
             if not self._is_on_cpu():
                 return False  # it was moved since
-            if self._traced is not None and not self._traced.is_readable:
-                self._traced = None  # weights were replaced by those of a quantisation library since
-            traced = self.traced()
-            if traced is None:
-                return False
+            self._note_modules()
             self._plans.clear()
-            program = Program(self.root, traced)
-            self._watch = Watch([layer.sources() for layer in program.layers.values()])
-            self._finite, self._program = program.finite, program
+            self._registry = Registry()
+            self._look()
             return True
+
+    def _look(self) -> None:
+        """Watch the weights that are folded."""
+        assert self._registry is not None
+        self._watch = Watch([entry.sources() for entry in self._registry.entries.values()])
+        self._finite = self._registry.finite
 
     def _is_on_cpu(self) -> bool:
         return all(t.is_cpu for t in (*self.root.parameters(), *self.root.buffers()))
 
-    def _note_modules(self, traced: Traced) -> None:
-        """Remember the arguments of the forward, and what to ask the modules inside at every call: whether one was
-        replaced, got a hook, or was set to training."""
-        root = self.root
-        inside = list(_inside(root, {root.get_submodule(name) for name in traced.boundaries}))
+    def _note_modules(self) -> None:
+        """Remember what to ask the modules inside at every call: whether one was replaced, got a hook, or was set to
+        training."""
+        inside = list(self.root.modules())
         self._structure = [module._modules for module in inside if module._modules]
         self._saved_structure = [dict(children) for children in self._structure]
         self._hooks = [_nn_module._global_forward_hooks, _nn_module._global_forward_pre_hooks]
-        for module in inside:
-            if module is not root:
-                self._hooks += [module._forward_hooks, module._forward_pre_hooks]
+        for module in inside[1:]:
+            self._hooks += [module._forward_hooks, module._forward_pre_hooks]
         self._modes = [module for module in inside if not module._modules and refusals.may_depend_on_training(module)]
-        self._required = ["input"] if isinstance(root, nn.Conv2d) else required_arguments(type(root).forward)
 
     def _is_current(self) -> bool:
         """False if something changed; what was derived from it is then made anew, if the module can still be frozen."""
@@ -360,16 +371,15 @@ class FrozenForward:
         if same_modules and not changed:
             return True
         with self._lock, torch.inference_mode(False), torch.no_grad():
-            layers = [] if self._program is None else list(self._program.layers.values())
-            sources = [layer.sources() for layer in layers]
-            if same_modules and self._watch.is_readable() and self._watch.covers(sources):
+            if self._registry is not None and same_modules and self._watch.is_comparable():
+                entries = list(self._registry.entries.values())
                 changed |= self._watch.changed_anywhere()
                 self._watch.accept()
-                refolded = [layers[i].refold() for i in changed]
-                if self._program is not None and all(refolded):
-                    self._finite = self._program.finite
+                refolded = [entries[i].refold() for i in changed]
+                if all(refolded):
+                    self._finite = self._registry.finite
                     return False
-            self._traced = self._program = None
+            self._registry = None
             self._prepare()
             return False
 
@@ -377,33 +387,54 @@ class FrozenForward:
         """The first call with arguments of this kind: the model's own result, and a plan for the next ones."""
         with self._lock:
             found = self._plans.entries.get(key)
-            if found is None:
-                copies = tuple(a.detach().clone() if isinstance(a, Tensor) else a for a in args)
-                result = self._original(*args)
-                in_use: list[Plan] = list(self._plans.entries.values())
-                measured = [plan for plan in in_use if plan.eager_us is not None]
-                measure = len(measured) < _MEASURED_PLANS
-                layouts: tuple[str, ...] = (CONTIGUOUS, CHANNELS_LAST)
-                if not measure and measured[-1].layout is not None:
-                    layouts = (measured[-1].layout,)
-                program, settings = self._program, key[1]
-                assert program is not None
-                with torch.inference_mode(False), torch.no_grad():
-                    args = tuple(a.clone() if isinstance(a, Tensor) else a for a in copies)
-                    plan = make_plan(
-                        program, args, result, self._original, settings, self._remembered, layouts, measure, in_use
-                    )
-                self._plans.put(key, plan)
+            if found is not None:
+                return found.run(tuple(a for a in args if isinstance(a, Tensor)), lambda: self._original(*args))
+            in_use: list[Plan] = list(self._plans.entries.values())
+            measured = [plan for plan in in_use if plan.eager_us is not None]
+            measure = len(measured) < _MEASURED_PLANS
+            if not measure and key not in self._met_once.entries:
+                self._met_once.put(key, Entry())  # a plan takes about a second even without measuring
+                return self._original(*args)
+            copies = tuple(a.detach().clone() if isinstance(a, Tensor) else a for a in args)
+            result = self._original(*args)
+            try:
+                plan = self._made_plan(key, copies, result, in_use, measure)
+            except Uncapturable as why:
+                self._fall_apart(str(why), copies)
                 return result
-        return found.run(args, self._original)
+            if self._finite:  # else the weights may be finite later
+                self._plans.put(key, plan)
+                assert self._registry is not None
+                self._registry.keep([plan.program for _, plan in self.plans() if plan.program is not None])
+            self._look()
+            return result
 
+    def _made_plan(
+        self, key: tuple[Any, ...], args: tuple[Any, ...], result: Any, in_use: list[Plan], measure: bool
+    ) -> Plan:
+        """Raises Uncapturable if the forward is not a fixed list of operations."""
+        layouts = _LAYOUTS
+        if not measure:
+            chosen = [plan.layout for plan in in_use if plan.eager_us is not None]
+            layouts = layouts if chosen[-1] is None else (chosen[-1],)
+        assert self._registry is not None
+        with torch.inference_mode(False), torch.no_grad():
+            given = tuple(a.clone() if isinstance(a, Tensor) else a for a in args)
+            program = Program(capture(self.root, given), self._registry)
+            self._finite = self._registry.finite
+            tensors = tuple(a for a in given if isinstance(a, Tensor))
+            if not program.layers or not self._finite:
+                return Plan()
+            return make_plan(
+                program, tensors, result, lambda: self._original(*given), key[1], self._remembered, layouts, measure,
+                in_use,
+            )  # fmt: skip
 
-def _inside(root: nn.Module, boundaries: set[nn.Module]) -> Iterator[nn.Module]:
-    """Modules whose calls were traced or taken over; not those that are called as modules, nor what is in them."""
-    yield root
-    for child in root.children():
-        if child not in boundaries and not has_hooks(child):
-            yield from _inside(child, boundaries)
+    def _fall_apart(self, why: str, args: tuple[Any, ...]) -> None:
+        """Freeze what is inside, since the whole cannot be, and let it plan."""
+        self.why_original = why
+        _freeze_parts(self.root, not_whole(why), self.around, self._remembered)
+        self._original(*args)
 
 
 def _describe(key: tuple[Any, ...]) -> str:

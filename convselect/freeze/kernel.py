@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 from convselect.base.problem import ConvProblem
-from convselect.freeze.candidates import Form, Run, finish
-from convselect.kernels import _library, depthwise, direct
+from convselect.freeze.bound import Bound
+from convselect.freeze.candidates import Form, Run
+from convselect.kernels import _library, _product, depthwise, direct, grouped
 
 if TYPE_CHECKING:
     from convselect.freeze.layer import FrozenLayer
@@ -24,26 +25,66 @@ class Kernel(NamedTuple):
         name: the C function.
         leading_ints: integers that it takes ahead of its operands.
         pack: packs the weight; None if the kernel reads it as it is.
+        label: name of the candidate, if it is not the algorithm's.
+        takes: whether the kernel computes a problem that its algorithm computes; None: it does.
     """
 
     algorithm: str
     name: str
     leading_ints: tuple[int, ...] = ()
     pack: Callable[[Tensor, ConvProblem], Tensor] | None = None
+    label: str | None = None
+    takes: Callable[[ConvProblem], bool] | None = None
 
     def pack_key(self, problem: ConvProblem) -> Hashable:
         return (self.name, problem.layout, problem.dtype, problem.threads)
 
 
 DIRECT = Kernel("direct", "cs_direct_frozen", (), direct.pack)
+# For the first layer of a network in NHWC: it reads an image in NCHW where it lies.
+STEM = Kernel("direct", "cs_direct_frozen", (), direct.pack, "direct_from_nchw", direct.reads_other_layouts)
+PRODUCT = Kernel("direct", "cs_product_frozen", (), _product.pack, "product", _product.takes)
 DEPTHWISE = Kernel("depthwise", "cs_depthwise")
 DEPTHWISE_PACKED = Kernel("depthwise", "cs_depthwise_frozen", (), depthwise.pack)
+GROUPED = Kernel("grouped", "cs_grouped")
+GROUPED_PACKED = Kernel("grouped", "cs_grouped_frozen", (), grouped.pack)
 KERNELS = (
     *(Kernel(f"winograd{m}", "cs_winograd", (m,)) for m in (2, 3, 4, 5, 6, 7)),
     DEPTHWISE,
-    Kernel("grouped", "cs_grouped"),
+    GROUPED,
     DIRECT,
+    PRODUCT,
 )
+
+
+def packed_form(kernel: Kernel, problem: ConvProblem) -> Kernel:
+    """The kernel of the same algorithm that reads a packed weight, if there is one for this problem; else `kernel`."""
+    if kernel is DEPTHWISE and depthwise.packed_floats(problem) is not None:
+        return DEPTHWISE_PACKED
+    if kernel is GROUPED and grouped.packed_floats(problem) is not None:
+        return GROUPED_PACKED
+    return kernel
+
+
+class FixedCall(NamedTuple):
+    """A call on memory that is always the same; what it is called with is ignored.
+
+    Attributes:
+        bound: the call, without what to do about its status.
+        out: its result.
+        otherwise: `otherwise(status)` computes `out` in another way, or raises, if the status is not OK.
+    """
+
+    bound: Bound
+    out: Tensor
+    otherwise: Callable[[int], object]
+
+    def __call__(self, *_: Any, **__: Any) -> Tensor:
+        function, arguments, _owners = self.bound
+        status = function(*arguments)
+        if status:  # None if the function has none
+            self.otherwise(status)
+        return self.out
 
 
 class KernelCall(NamedTuple):
@@ -72,26 +113,25 @@ class KernelCall(NamedTuple):
         in_kernel = activation in _library.ACTIVATIONS
         code = _library.ACTIVATIONS[activation if in_kernel else None]
         # The structure belongs to this function alone: its residual changes from call to call.
-        epilogue = _library.Epilogue(None if bias is None else bias.data_ptr(), None, code, 0)
-        if residual is not None:
+        epilogue = _library.Epilogue(None if bias is None else bias.data_ptr(), None, code, self.layer.slope)
+        if residual is not None and self.y_form.fits(residual):
             epilogue.residual = residual.data_ptr()
         reference = None if bias is None and not has_residual and not code else ctypes.byref(epilogue)
-        activate = None if in_kernel else lambda y: finish(y, None, activation)
+        activate = None if in_kernel else lambda y: self.layer.finish(y, None)
+        x = x if x is None or self.x_form.fits(x) else None  # made so at every call then
+        residual = residual if residual is None or self.y_form.fits(residual) else None
         if x is not None and out is not None and (residual is not None or not has_residual):
-            return self._on_fixed_memory(x, out, reference, activate)
+            return self._on_fixed_memory(x, residual, out, reference, activate)
         return self._on_any_memory(out, epilogue, reference, activate)
 
-    def _on_fixed_memory(self, fixed_x: Tensor, fixed_out: Tensor, reference: Any, activate: Any) -> Run:
-        function, pointer = self.function, ctypes.c_void_p
-        arguments = (*self.leading, pointer(fixed_x.data_ptr()), *self.weight, pointer(fixed_out.data_ptr()), reference)
-
-        def run(x: Tensor, residual: Tensor | None = None, owners: Any = self.owners) -> Tensor:
-            status = function(*arguments)
-            if status != _library.OK:
-                return self._computed_natively(status, fixed_out, x, residual)
-            return fixed_out if activate is None else activate(fixed_out)
-
-        return run
+    def _on_fixed_memory(self, x: Tensor, residual: Tensor | None, out: Tensor, reference: Any, activate: Any) -> Run:
+        at = ctypes.c_void_p
+        arguments = (*self.leading, at(x.data_ptr()), *self.weight, at(out.data_ptr()), reference)
+        bound = Bound(self.function, arguments, (self.owners, x, residual, out))
+        call = FixedCall(bound, out, lambda status: self._computed_natively(status, out, x, residual))
+        if activate is None:
+            return call  # type: ignore[return-value]  # mypy overlooks `__call__` of named tuples
+        return lambda *_: activate(call())
 
     def _on_any_memory(self, fixed_out: Tensor | None, epilogue: Any, reference: Any, activate: Any) -> Run:
         function, leading, weight = self.function, self.leading, self.weight

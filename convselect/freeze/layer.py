@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable
 from typing import Any, NamedTuple
@@ -15,12 +14,15 @@ from torch import Tensor
 from convselect.aten.arguments import wants_direct_sums
 from convselect.base.problem import CONTIGUOUS, ConvProblem
 from convselect.base.settings import Settings, exactly
-from convselect.freeze.candidates import Candidate, Form, Run, admitted, agreeing, fastest, finish
-from convselect.freeze.kernel import DEPTHWISE, DEPTHWISE_PACKED, Kernel, KernelCall
-from convselect.kernels import _library, depthwise
+from convselect.freeze import pages
+from convselect.freeze.candidates import ONEDNN_ACTIVATIONS, Candidate, Form, Run, admitted, agreeing, fastest, finish
+from convselect.freeze.capture import Source
+from convselect.freeze.chains import Layer
+from convselect.freeze.folded import evaluated, is_finite, sources_of
+from convselect.freeze.kernel import Kernel, KernelCall, packed_form
+from convselect.freeze.remembered import Key, Remembered
+from convselect.kernels import _library
 from convselect.kernels.pool import BY_NAME
-
-Source = tuple[dict[str, Any], str]
 
 _ROUNDS = 15
 _DEADLINE_S = 0.25
@@ -34,45 +36,56 @@ class Search(NamedTuple):
 
     Attributes:
         settings: the budgets.
-        remembered: what was chosen for layers (and blocks) measured before; new choices are added.
+        remembered: what was chosen for layers, blocks and networks measured before; new choices are added.
         measure: False takes what was last chosen for another image size, or native.
+        tick: called after each layer.
     """
 
     settings: Settings
-    remembered: dict[Any, str]
+    remembered: Remembered
     measure: bool
+    tick: Callable[[], None]
 
 
 class FrozenLayer(ABC):
-    """A layer with what follows it: activation(layer(x) + residual). The modules it came from are read, never written.
+    """A layer with what follows it: activation(layer(x) + residual). Parameters are read, never written.
 
     Attributes:
         weight: folded, contiguous, the layer's dtype; always the same memory.
         bias: (K,) in the layer's dtype, or None; `bias_float32` the same in float32.
         finite: whether neither holds NaN or infinity.
         direct_sums: whether the folded weight asks for direct sums.
+        slope: of a "leaky_relu" below 0.
     """
 
-    def __init__(self, dtype: torch.dtype, activation: str | None, residual: bool) -> None:
-        self.activation = activation
-        self.has_residual = residual
+    def __init__(self, layer: Layer) -> None:
+        self.layer = layer
+        self.activation = layer.activation
+        self.slope = layer.slope
+        self.has_residual = layer.residual
+        dtype = layer.weight.meta["val"].dtype
         weight, bias = self._folded()
-        self.weight = weight.to(dtype)
+        self.weight = pages.moved(weight.to(dtype))
         self.bias = None if bias is None else bias.to(dtype)
         # An attribute, since pointers to it are kept: the kernels read float32 whatever the layer's dtype.
         self.bias_float32 = None if bias is None else bias.to(torch.float32)
-        self.finite = self._is_finite()
+        self.finite = is_finite(self.weight, self.bias)
         self.direct_sums = wants_direct_sums(self.weight)
         self._packs: dict[Hashable, tuple[list[Any], Callable[[], Any], bool]] = {}
         self._pinned: frozenset[Hashable] = frozenset()
 
-    @abstractmethod
     def _folded(self) -> tuple[Tensor, Tensor | None]:
-        """(weight, bias) from the modules as they are now, in new contiguous memory."""
+        """(weight, bias) from the parameters as they are now, in new contiguous memory."""
+        dtype = self.layer.weight.meta["val"].dtype
+        if self.layer.bias is None:
+            return evaluated(self.layer.weight)[0].to(dtype), None
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        weight, bias = evaluated(self.layer.weight, self.layer.bias)
+        return weight.to(dtype), bias if bias.dtype == dtype else bias.to(wide)
 
-    @abstractmethod
     def sources(self) -> list[Source]:
         """(dictionary, key) of every tensor that the folded weight and bias come from."""
+        return sources_of(self.layer.weight, self.layer.bias)
 
     @abstractmethod
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -95,11 +108,22 @@ class FrozenLayer(ABC):
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         bias = self.bias_float32 if wide == torch.float32 else self.bias
         y = self._linear(x.to(wide), self.weight.to(wide), bias)
-        return finish(y, residual if residual is None else residual.to(wide), self.activation)
+        return self.finish(y, residual if residual is None else residual.to(wide))
 
     def native(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """The result by PyTorch's own operations, for operands of any shape."""
-        return finish(self._linear(x, self.weight, self.bias), residual, self.activation)
+        return self.finish(self._linear(x, self.weight, self.bias), residual)
+
+    def finish(self, y: Tensor, residual: Tensor | None) -> Tensor:
+        """activation(y + residual); may overwrite y."""
+        return finish(y, residual, self.activation, self.slope)
+
+    @property
+    def onednn_activation(self) -> tuple[str, list[float], str]:
+        """oneDNN's name for the activation, and its parameters."""
+        return (
+            ("leaky_relu", [self.slope], "") if self.activation == "leaky_relu" else ONEDNN_ACTIVATIONS[self.activation]
+        )
 
     # ---- weights ------------------------------------------------------------------------------------------------
 
@@ -117,7 +141,7 @@ class FrozenLayer(ABC):
             assert self.bias_float32 is not None
             self.bias.copy_(bias)
             self.bias_float32.copy_(bias)
-        self.finite = self._is_finite()
+        self.finite = is_finite(self.weight, self.bias)
         if wants_direct_sums(self.weight) and not self.direct_sums:
             return False
         for cell, make, in_place in self._packs.values():
@@ -127,11 +151,6 @@ class FrozenLayer(ABC):
                 cell[0] = make()
         return True
 
-    def _is_finite(self) -> bool:
-        """By sums; one that overflows merely costs speed."""
-        sums = [t.sum(dtype=torch.float64).item() for t in (self.weight, self.bias) if t is not None]
-        return all(map(math.isfinite, sums))
-
     def packed(self, key: Hashable, make: Callable[[], Any], *, in_place: bool = False) -> list[Any]:
         """A list of one element, which `make` derives from the weight: anew whenever the weight changes.
 
@@ -140,7 +159,7 @@ class FrozenLayer(ABC):
         """
         found = self._packs.get(key)
         if found is None:
-            found = self._packs[key] = ([make()], make, in_place)
+            found = self._packs[key] = ([pages.moved(make()) if in_place else make()], make, in_place)
         return found[0]
 
     def packed_for(self, kernel: Kernel, problem: ConvProblem) -> Tensor:
@@ -173,20 +192,23 @@ class FrozenLayer(ABC):
             return found
         for kernel in kernels:
             algorithm = BY_NAME[kernel.algorithm]
-            if not admitted(algorithm, problem, settings):
+            if not admitted(algorithm, problem, settings) or (kernel.takes is not None and not kernel.takes(problem)):
                 continue
             grade = algorithm.error_grade(problem)
-            if kernel is DEPTHWISE and depthwise.packed_floats(problem) is not None:
-                kernel = DEPTHWISE_PACKED
+            kernel = packed_form(kernel, problem)
             key = None if kernel.pack is None else kernel.pack_key(problem)
             bind = self._kernel_bind(kernel, problem, x, y)
-            found.append(Candidate(kernel.algorithm, grade, bind, key, True, algorithm.spreads_nonfinite))
+            name = kernel.label or kernel.algorithm
+            found.append(Candidate(name, grade, bind, key, True, algorithm.spreads_nonfinite))
         return found
 
     def _kernel_bind(self, kernel: Kernel, problem: ConvProblem, x_form: Form, y_form: Form) -> Any:
         """`Candidate.bind` of this kernel."""
         function = _library._function(kernel.name, len(kernel.leading_ints))
-        conv = ctypes.byref(_library._conv(problem, problem.layout, CONTIGUOUS, problem.threads, _library.isa()))
+        structure = _library._conv(problem, problem.layout, CONTIGUOUS, problem.threads, _library.isa())
+        if x_form.memory_format != y_form.memory_format:
+            structure.x_layout = _library.LAYOUTS[CONTIGUOUS]
+        conv = ctypes.byref(structure)
 
         def bind(x: Tensor | None, residual: Tensor | None, out: Tensor | None) -> Run:
             # Packed here, so that a candidate that is never tried costs nothing.
@@ -201,14 +223,17 @@ class FrozenLayer(ABC):
 
     def choose(self, x: Tensor, residual: Tensor | None, layout: str, search: Search) -> tuple[Candidate, Tensor]:
         """The fastest candidate that computes the right thing on these operands, and its result."""
-        problem, (settings, remembered, measure) = self.problem(x), search
+        problem, (settings, remembered, measure, _) = self.problem(x), search
         settings = exactly(settings) if self.direct_sums else settings
-        rest = (type(self), layout, self.activation, residual is not None, settings)
-        key, sizeless = (problem, *rest), (None if problem is None else problem._replace(N=0, H=0, W=0), *rest)
-        known = remembered.get(key) if measure else remembered.get(sizeless, "native")
         candidates = {candidate.name: candidate for candidate in self.candidates(x, residual, layout, settings)}
         reference = self.reference(x, residual)
         runs: dict[str, Run] = {"native": candidates["native"].bind(None, None, None)}
+        key: Key | None = None
+        known: str | None = "native"
+        if problem is not None:
+            form = f"{layout} {self.activation} {'no ' if residual is None else ''}residual"
+            key = Key(self.layer.kind, problem, form, settings)
+            known = remembered.get(key) if measure else remembered.for_any_size(key)
         if known in candidates and known != "native":
             runs |= agreeing([candidates[known]], x, residual, reference)
         if known in runs:
@@ -219,13 +244,9 @@ class FrozenLayer(ABC):
             functions = {name: functools.partial(run, x, residual) for name, run in runs.items()}
             handicaps = {name: _NEW_MEMORY for name in runs if not candidates[name].writes_out}
             chosen = fastest(functions, _ROUNDS, _DEADLINE_S, handicaps) if len(runs) > 1 else "native"
+            if key is not None:
+                remembered.put(key, chosen)
         else:
             chosen = "native"
-        if measure and known is None:
-            remembered[key] = remembered[sizeless] = chosen
         self.pin_chosen(candidates[chosen].pack)
         return candidates[chosen], runs[chosen](x, residual)
-
-
-def copied(t: Tensor) -> Tensor:
-    return t.detach().clone(memory_format=torch.contiguous_format)

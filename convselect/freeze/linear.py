@@ -1,8 +1,5 @@
-"""A frozen `nn.Linear`, for networks whose 1x1 convolutions are linear layers (ConvNeXt): bias, residual and activation
-are in its epilogue, and a scale per channel is folded in:
-
-    (x W^T + b) g  =  x (g W)^T + g b
-"""
+"""A frozen linear layer, for networks whose 1x1 convolutions are linear layers (ConvNeXt): bias, residual and
+activation are in its epilogue."""
 
 from __future__ import annotations
 
@@ -15,37 +12,14 @@ from torch import Tensor
 
 from convselect.base.problem import CHANNELS_LAST, DTYPE_NAMES, ConvProblem, Direction
 from convselect.base.settings import Settings
-from convselect.freeze.candidates import ONEDNN_ACTIVATIONS, Candidate, Form, finish, onednn_takes
-from convselect.freeze.chains import LinearChain
-from convselect.freeze.kernel import DIRECT
-from convselect.freeze.layer import FrozenLayer, Source, copied
+from convselect.freeze.candidates import Candidate, Form, onednn_takes
+from convselect.freeze.kernel import DIRECT, PRODUCT
+from convselect.freeze.layer import FrozenLayer
 from convselect.kernels._contract import Grade
 
 
 class FrozenLinear(FrozenLayer):
-    """activation(linear(x) * scale + residual); x is (..., C)."""
-
-    def __init__(self, chain: LinearChain) -> None:
-        self.chain = chain
-        self.linear = chain.linear
-        super().__init__(chain.linear.weight.dtype, chain.activation, chain.residual)
-
-    def sources(self) -> list[Source]:
-        names: list[Source] = [(self.linear._parameters, "weight"), (self.linear._parameters, "bias")]
-        if self.chain.scale is not None:
-            owner, key = self.chain.scale
-            names.append((owner._parameters, key))
-        return [(owner, key) for owner, key in names if owner.get(key) is not None]
-
-    def _folded(self) -> tuple[Tensor, Tensor | None]:
-        weight, bias = self.linear.weight.detach(), self.linear.bias
-        if self.chain.scale is None:
-            return copied(weight), None if bias is None else copied(bias)
-        owner, key = self.chain.scale
-        scale = owner._parameters[key].detach().double()  # type: ignore[union-attr]
-        wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
-        folded = (weight.double() * scale.view(-1, 1)).to(weight.dtype).contiguous()
-        return folded, None if bias is None else (bias.detach().double() * scale).to(wide)
+    """activation(linear(x) + residual); x is (..., C)."""
 
     def problem(self, x: Tensor) -> ConvProblem | None:
         """A 1x1 convolution of one image that is one pixel wide; each pixel is a row of x."""
@@ -75,14 +49,14 @@ class FrozenLinear(FrozenLayer):
             Form(shape, torch.empty(shape, device="meta").stride(), x.dtype, torch.contiguous_format)
             for shape in (x.shape, y_shape)
         )
-        return found + self.kernel_candidates((DIRECT,), problem, settings, x_form, y_form)
+        return found + self.kernel_candidates((PRODUCT, DIRECT), problem, settings, x_form, y_form)
 
     def _onednn(self, problem: ConvProblem) -> Candidate:
         """oneDNN with its weight reordered once; a residual or an activation is its post-operation."""
         activation, bias, key, rows = self.activation, self.bias, ("onednn", problem.H), problem.H
         unary: Any = torch.ops.mkldnn._linear_pointwise.default
         binary: Any = torch.ops.mkldnn._linear_pointwise.binary
-        attribute, scalars, algorithm = ONEDNN_ACTIVATIONS[activation]
+        attribute, scalars, algorithm = self.onednn_activation
 
         def bind(*_: Tensor | None) -> Any:
             cell = self.packed(key, lambda: torch.ops.mkldnn._reorder_linear_weight(self.weight, rows))
@@ -91,7 +65,7 @@ class FrozenLinear(FrozenLayer):
                 x = x.contiguous()
                 if residual is None:
                     return unary(x, cell[0], bias, attribute, scalars, algorithm)  # type: ignore[no-any-return]
-                return finish(binary(x, residual.contiguous(), cell[0], bias, "add"), None, activation)
+                return self.finish(binary(x, residual.contiguous(), cell[0], bias, "add"), None)
 
             return run
 

@@ -8,23 +8,27 @@ faster. In NHWC, blocks of two or three convolutions may run as one call.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from convselect.base.lru import Entry
-from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem
+from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS
 from convselect.base.settings import Settings
 from convselect.freeze.candidates import Candidate, OtherForm, distance, timed
-from convselect.freeze.capture import Step
-from convselect.freeze.layer import Search
-from convselect.freeze.program import Program, nodes_in, permutations
-from convselect.freeze.residual import fuse
+from convselect.freeze.chains import Step
+from convselect.freeze.layer import FrozenLayer, Search
+from convselect.freeze.passes import maker_of
+from convselect.freeze.program import Program, Walk, nodes_in, permutations
+from convselect.freeze.progress import bar
+from convselect.freeze.remembered import Key, Remembered
+from convselect.freeze.residual import Fused, fuse
 
+_AS_IT_WAS = "eager"
 _ROUNDS = 9
 _DEADLINE_S = 2.0
 # Relative L2 distance between the frozen output and the model's own, a safety net behind the checks of each step.
@@ -36,20 +40,22 @@ class Plan(Entry):
 
     Attributes:
         layout: the layout between the layers; None if the model itself was faster, and runs.
+        program: its steps; None if the model itself runs.
         chosen: name of the layer -> name of its candidate.
+        packs: keys of the packed weights that it uses.
         eager_us, frozen_us: medians of the whole forward in us when it was planned; None if it was not measured.
     """
 
     __slots__ = (
-        "_make", "_pool", "_restore", "_watch_input", "candidates", "chosen", "eager_us", "frozen_us",
-        "layout",
+        "_make", "_pool", "_restore", "_watch_input", "chosen", "eager_us", "frozen_us", "layout", "packs", "program",
     )  # fmt: skip
 
     def __init__(self, layout: str | None = None) -> None:
         super().__init__()
         self.layout = layout
         self.chosen: dict[str, str] = {}
-        self.candidates: dict[Step, Candidate] = {}
+        self.program: Program | None = None
+        self.packs: dict[FrozenLayer, set[Hashable]] = {}
         self.eager_us: float | None = None
         self.frozen_us: float | None = None
         self._make: Callable[[], Callable[..., Any]] | None = None
@@ -57,22 +63,27 @@ class Plan(Entry):
         self._restore: list[tuple[torch.Size, tuple[int, ...]] | None] | None = None
         self._watch_input = False
 
-    def run(self, args: tuple[Any, ...], eager: Callable[..., Any]) -> Any:
-        """The model's result, with the strides the model itself gives it."""
+    def run(self, tensors: tuple[Tensor, ...], eager: Callable[[], Any]) -> Any:
+        """The model's result, with the strides the model itself gives it.
+
+        Args:
+            tensors: those among the arguments.
+            eager: the model itself, with these arguments.
+        """
         make, pool = self._make, self._pool
-        if make is None or (self._watch_input and not _is_finite(args)):
-            return eager(*args)
+        if make is None or (self._watch_input and not _is_finite(tensors)):
+            return eager()
         # Each concurrent call has a function of its own, since these own their intermediates.
         try:
             function = pool.pop()
         except IndexError:
             function = make()
         try:
-            result = function(*args)
+            result = function(*tensors)
             if self._restore is not None:
                 result = _restored(result, self._restore)
         except OtherForm:
-            return eager(*args)
+            return eager()
         finally:
             pool.append(function)
         return result
@@ -80,11 +91,11 @@ class Plan(Entry):
 
 def make_plan(
     program: Program,
-    args: tuple[Any, ...],
+    tensors: tuple[Tensor, ...],
     expected: Any,
-    eager: Callable[..., Any],
+    eager: Callable[[], Any],
     settings: Settings,
-    remembered: dict[Any, str],
+    remembered: Remembered,
     layouts: tuple[str, ...],
     measure: bool,
     in_use: list[Plan],
@@ -92,57 +103,71 @@ def make_plan(
     """The fastest way to compute what `eager` computes for arguments like these.
 
     Args:
-        args: copies: planning may overwrite them.
+        tensors: copies of the tensors among the arguments: planning may overwrite them.
         expected: the model's own result for them.
         layouts: which to try between the layers.
         remembered, measure: see `Search`; without measuring, the first layout that computes the right thing is taken.
         in_use: other plans, whose packed weights must stay.
     """
+    key = _network_key(program, tensors, settings)
+    known = None if key is None else remembered.get(key)
+    if known == _AS_IT_WAS:
+        return Plan()
     plans: dict[str, Plan] = {}
-    for layout in layouts:
-        program.pin_packs([plan.candidates for plan in (*in_use, *plans.values())])
-        plan = _plan_with_layout(program, args, expected, Search(settings, remembered, measure), layout)
-        if plan is not None:
-            plans[layout] = plan
-            if not measure:
-                return plan
+    tried = (known,) if known in layouts else layouts
+    with bar(len(tried) * len(program.layers), "freezing") as tick:
+        for layout in tried:
+            program.registry.pin_packs([plan.packs for plan in (*in_use, *plans.values())])
+            search = Search(settings, remembered, measure, tick)
+            plan = _plan_with_layout(program, tensors, expected, search, layout)
+            if plan is not None:
+                plans[layout] = plan
+                if not measure or layout == known:
+                    return plan
     if not plans:
         return Plan()
-    functions: dict[str, Callable[[], Any]] = {"eager": lambda: eager(*args)}
+    functions: dict[str, Callable[[], Any]] = {_AS_IT_WAS: eager}
     for layout, plan in plans.items():
-        functions[layout] = lambda plan=plan: plan.run(args, eager)  # type: ignore[misc]
+        functions[layout] = lambda plan=plan: plan.run(tensors, eager)  # type: ignore[misc]
     timings = timed(functions, _ROUNDS, _DEADLINE_S)
     best = min(timings, key=lambda name: timings[name].p20_us)
+    if key is not None:
+        remembered.put(key, best)
     chosen = plans.get(best, Plan())
-    program.pin_packs([plan.candidates for plan in (*in_use, chosen)])
-    chosen.eager_us, chosen.frozen_us = timings["eager"].median_us, timings[best].median_us
+    program.registry.pin_packs([plan.packs for plan in (*in_use, chosen)])
+    chosen.eager_us, chosen.frozen_us = timings[_AS_IT_WAS].median_us, timings[best].median_us
     return chosen
 
 
-class _Walk(NamedTuple):
-    """What a walk through the steps found: layers' candidates, the problems they pose, results on the meta device."""
-
-    candidates: dict[Step, Candidate]
-    problems: dict[Step, ConvProblem | None]
-    shapes: dict[fx.Node, Tensor]
+def _network_key(program: Program, tensors: tuple[Tensor, ...], settings: Settings) -> Key | None:
+    """What the choice of a layout is for: these operations on tensors of these kinds."""
+    for step, layer in program.layers.items():
+        node = step.args[0].meta["val"]
+        problem = layer.problem(torch.empty(node.shape, dtype=node.dtype, device="cpu"))
+        if problem is not None:
+            kinds = " ".join(f"{t.dtype} {tuple(t.shape)} {t.stride()}" for t in tensors)
+            return Key("network", problem, f"{program.digest} {kinds}", settings)
+    return None
 
 
 def _plan_with_layout(
-    program: Program, args: tuple[Any, ...], expected: Any, search: Search, layout: str
+    program: Program, tensors: tuple[Tensor, ...], expected: Any, search: Search, layout: str
 ) -> Plan | None:
     """The plan with this layout between the layers; None if its result is not the expected one."""
-    walk = _choose_each(program, args, search, layout)
+    walk = _choose_each(program, tensors, search, layout)
     if walk is None:
         return None
     running, runs = program, walk.candidates
     if layout == CHANNELS_LAST:
         running, runs = _with_blocks(program, walk, search)
     plan = Plan(layout)
-    plan.candidates = walk.candidates
-    plan.chosen = {step.target.name: candidate.name for step, candidate in walk.candidates.items()}
+    plan.program = program
+    for step, candidate in walk.candidates.items():
+        plan.chosen[_unused(step.target.name, plan.chosen)] = candidate.name
+        plan.packs.setdefault(program.layers[step], set()).add(candidate.pack)
     plan._watch_input = any(candidate.wants_finite for candidate in walk.candidates.values())
-    plan._make = lambda: running.compiled(runs, walk.shapes)
-    got_leaves, got_spec = pytree.tree_flatten(plan._make()(*args))
+    plan._make = lambda: running.compiled(runs, walk)
+    got_leaves, got_spec = pytree.tree_flatten(plan._make()(*tensors))
     want_leaves, want_spec = pytree.tree_flatten(expected)
     if want_spec != got_spec or not all(map(_close, got_leaves, want_leaves)):
         return None
@@ -152,15 +177,27 @@ def _plan_with_layout(
     return plan
 
 
-def _choose_each(program: Program, args: tuple[Any, ...], search: Search, layout: str) -> _Walk | None:
+def _unused(name: str, names: Collection[str]) -> str:
+    """This name, numbered if a layer before was called so: a module may be called twice."""
+    numbered = (name, *(f"{name} ({i})" for i in range(2, len(names) + 2)))
+    return next(one for one in numbered if one not in names)
+
+
+def _choose_each(program: Program, tensors: tuple[Tensor, ...], search: Search, layout: str) -> Walk | None:
     """Run the steps one by one and let each layer choose; None if a layer's operands are of a kind it does not take."""
-    values: dict[fx.Node, Any] = dict(zip(program.traced.inputs, args, strict=True))
-    walk = _Walk({}, {}, {})
+    values: dict[fx.Node, Any] = dict(zip(program.captured.inputs, tensors, strict=True))
+    walk = Walk()
+    for node, value in values.items():
+        walk.note(node, value)
     for i, step in enumerate(program.steps):
-        operands = fx.map_arg(step.args, values.__getitem__)
+        operands, options = fx.map_arg((step.args, step.kwargs), values.__getitem__)
         layer = program.layers.get(step)
         if layer is None:
-            values[step.out] = program.functions[step](*operands, **fx.map_arg(step.kwargs, values.__getitem__))
+            value = program.function(step)(*operands, **options)
+            read = [values[node] for node in nodes_in((step.args, step.kwargs))]
+            maker = None if step.kind in ("constant", "read") else maker_of(step, read, value)
+            if maker is not None:
+                walk.makers[step] = maker
         else:
             x, residual = (*operands, None)[:2]
             if not _is_ours(x, step.kind) or not (residual is None or isinstance(residual, Tensor)):
@@ -168,20 +205,37 @@ def _choose_each(program: Program, args: tuple[Any, ...], search: Search, layout
             forth, back = permutations(step)
             problem = layer.problem(x)
             walk.problems[step] = None if problem is None else problem._replace(layout=layout)
-            residual = None if residual is None else back(residual)
-            walk.candidates[step], y = layer.choose(x, residual, layout, search)
-            values[step.out] = forth(y)
-            walk.shapes[step.out] = torch.empty_strided(y.shape, y.stride(), dtype=y.dtype, device="meta")
+            walk.candidates[step], y = layer.choose(x, back(residual), layout, search)
+            value = forth(y)
+            search.tick()
+        values[step.out] = value
+        walk.note(step.out, value)
+        if step not in program.layers and step not in walk.makers:
+            memory = _memory(value)
+            shown = [node for node in nodes_in((step.args, step.kwargs)) if memory & _memory(values[node])]
+            if shown:
+                walk.base[step.out] = shown[0]
         for node in nodes_in((step.args, step.kwargs)):
             if program.last_use[node] == i:
                 values.pop(node, None)
     return walk
 
 
-def _with_blocks(program: Program, walk: _Walk, search: Search) -> tuple[Program, dict[Step, Candidate]]:
+def _memory(value: Any) -> set[int]:
+    """Addresses of the memory that a value, or a part of it, lies in."""
+    return {t.untyped_storage().data_ptr() for t in pytree.tree_leaves(value) if isinstance(t, Tensor)}
+
+
+def _with_blocks(program: Program, walk: Walk, search: Search) -> tuple[Program, dict[Step, Candidate]]:
     """The program with one step per block that is faster so, and its candidates; updates `walk.candidates`."""
-    found = (fuse(steps, program.layers, walk.problems, walk.candidates, search) for steps in program.blocks())
-    fused = [block for block in found if block is not None]
+    fused: list[Fused] = []
+    taken: set[Step] = set()
+    for steps in program.blocks():
+        if taken.isdisjoint(steps):  # the last layer of one block may be the first of the next
+            block = fuse(steps, program.layers, walk.problems, walk.candidates, search)
+            if block is not None:
+                fused.append(block)
+                taken.update(steps)
     if not fused:
         return program, walk.candidates
     for block in fused:
@@ -223,11 +277,11 @@ def _with_form(t: Any, form: tuple[torch.Size, tuple[int, ...]] | None) -> Any:
     return torch.empty_strided(*form, dtype=t.dtype, device=t.device).copy_(t)
 
 
-def _is_finite(args: tuple[Any, ...]) -> bool:
+def _is_finite(tensors: tuple[Tensor, ...]) -> bool:
     return all(
         math.isfinite(t.sum(dtype=torch.float32 if t.element_size() == 2 else None).item())
-        for t in args
-        if isinstance(t, Tensor) and t.is_floating_point()
+        for t in tensors
+        if t.is_floating_point()
     )
 
 

@@ -3,55 +3,151 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping
+import hashlib
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
-from convselect.freeze.candidates import Candidate, Run
-from convselect.freeze.capture import Step, Traced, keeps_no_view
-from convselect.freeze.chains import is_boundary
+from convselect.base.problem import ConvProblem
+from convselect.freeze import pages
+from convselect.freeze.candidates import Candidate, Form, Run
+from convselect.freeze.capture import Captured
+from convselect.freeze.chains import Layer, Step, meta_of, steps_of
 from convselect.freeze.conv import FrozenConv
+from convselect.freeze.folded import FrozenConstant
 from convselect.freeze.layer import FrozenLayer
 from convselect.freeze.linear import FrozenLinear
-from convselect.freeze.pool import mean_of
+from convselect.freeze.passes import Maker, fixed_call, on_any_memory
 from convselect.freeze.residual import Fused, blocks
+from convselect.freeze.runner import joined
+
+_aten = torch.ops.aten
+# Captured for contiguous tensors; between frozen layers they may lie otherwise.
+_SAME_ON_ANY_STRIDES = {_aten.view.default: _aten.reshape.default, _aten._unsafe_view.default: _aten.reshape.default}
+
+
+class Registry:
+    """Frozen layers and constants that the programs of one model share, each folded once."""
+
+    def __init__(self) -> None:
+        self.entries: dict[Hashable, FrozenLayer | FrozenConstant] = {}
+
+    def layer(self, layer: Layer, key_of: Callable[[fx.Node], str]) -> FrozenLayer:
+        bias = None if layer.bias is None else key_of(layer.bias)
+        key = (layer.kind, key_of(layer.weight), bias, layer.geometry, layer.activation, layer.slope, layer.residual)
+        kind = FrozenConv if layer.kind == "conv" else FrozenLinear
+        return self._entry(key, lambda: kind(layer))  # type: ignore[return-value]
+
+    def constant(self, node: fx.Node, key_of: Callable[[fx.Node], str]) -> FrozenConstant:
+        return self._entry(("constant", key_of(node)), lambda: FrozenConstant(node))  # type: ignore[return-value]
+
+    def _entry(self, key: Hashable, make: Callable[[], FrozenLayer | FrozenConstant]) -> FrozenLayer | FrozenConstant:
+        found = self.entries.get(key)
+        if found is None:
+            found = self.entries[key] = make()
+        return found
+
+    def keep(self, programs: Iterable[Program]) -> None:
+        """Drop what none of these programs uses: some constants depend on the size of the image."""
+        used = {id(entry) for program in programs for entry in (*program.layers.values(), *program.constants.values())}
+        self.entries = {key: entry for key, entry in self.entries.items() if id(entry) in used}
+
+    @property
+    def finite(self) -> bool:
+        return all(entry.finite for entry in self.entries.values())
+
+    def pin_packs(self, used: Collection[Mapping[FrozenLayer, set[Hashable]]]) -> None:
+        """Keep the packed weights that these plans' candidates use, and drop the others."""
+        for entry in self.entries.values():
+            if isinstance(entry, FrozenLayer):
+                entry.pin_packs({pack for packs in used for pack in packs.get(entry, ())})
+
+
+@dataclass(eq=False)
+class Walk:
+    """What a walk through the steps found.
+
+    Attributes:
+        candidates: what runs each layer.
+        problems: the convolution that each layer is.
+        makers: steps that a function of the C library computes.
+        forms: how each tensor lies in memory.
+        base: a view -> the value whose memory it shows.
+    """
+
+    candidates: dict[Step, Candidate] = field(default_factory=dict)
+    problems: dict[Step, ConvProblem | None] = field(default_factory=dict)
+    makers: dict[Step, Maker] = field(default_factory=dict)
+    forms: dict[fx.Node, Form] = field(default_factory=dict)
+    base: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+    def note(self, node: fx.Node, value: Any) -> None:
+        if isinstance(value, Tensor):
+            self.forms[node] = Form.like(value)
 
 
 class Program:
-    """Traced steps and the functions that they call: what all plans of one forward share.
+    """The steps of a captured forward and the functions that they call.
 
     Attributes:
-        layers, functions: what runs each step, a frozen layer or a function.
+        layers, constants: what computes steps of these kinds.
         last_use: value -> index of the last step that reads it; the number of steps if it is part of the result.
-        reusable: values whose memory may be overwritten by the next call.
     """
 
-    def __init__(self, root: nn.Module, traced: Traced) -> None:
-        self.root = root
-        self.traced = traced
-        self.steps = _needed(traced)
-        self.layers: dict[Step, FrozenLayer] = {}
-        self.functions: dict[Step, Callable[..., Any]] = {}
-        for step in self.steps:
-            if step.kind == "conv":
-                self.layers[step] = FrozenConv(step.target)
-            elif step.kind == "linear":
-                self.layers[step] = FrozenLinear(step.target)
-            else:
-                self.functions[step] = _bound(step, root)
+    def __init__(self, captured: Captured, registry: Registry) -> None:
+        self.captured, self.registry = captured, registry
+        self.steps = steps_of(captured)
+        key_of = captured.constants.key
+        self.layers = {
+            step: registry.layer(step.target, key_of) for step in self.steps if step.kind in ("conv", "linear")
+        }
+        self.constants = {
+            step.out: registry.constant(step.out, key_of) for step in self.steps if step.kind == "constant"
+        }
         self.last_use = self._last_use()
-        self.reusable = self._reusable()
+
+    @property
+    def result_nodes(self) -> list[fx.Node]:
+        return nodes_in(self.captured.results)
+
+    @property
+    def digest(self) -> str:
+        """The operations, without the values of constants: the same for another model of the same architecture."""
+        parts = []
+        for step in self.steps:
+            target = step.target
+            what = [target.activation, target.residual] if isinstance(target, Layer) else str(target)
+            parts.append(f"{step.kind} {what} {step.args} {step.kwargs} {getattr(step.out.meta['val'], 'shape', None)}")
+        return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
 
     def _last_use(self) -> dict[fx.Node, int]:
         last_use: dict[fx.Node, int] = {}
         for i, step in enumerate(self.steps):
             for node in nodes_in((step.args, step.kwargs)):
                 last_use[node] = i
-        for node in nodes_in(self.traced.result):
+        for node in self.result_nodes:
             last_use[node] = len(self.steps)
         return last_use
+
+    def function(self, step: Step) -> Callable[..., Any]:
+        """What this step calls on operands of any form, layers left out."""
+        if step.kind == "pointwise":
+            return on_any_memory(step.target, step.args)
+        if step.kind == "constant":
+            constant = self.constants[step.out]
+            return lambda: constant.value
+        if step.kind == "read":
+            owner, key = step.out.meta["source"]
+            return lambda: owner[key]
+        if step.target is _aten.as_strided.default:
+            return _with_captured_strides(step)
+        return _SAME_ON_ANY_STRIDES.get(step.target, step.target)  # type: ignore[no-any-return]
+
+    # ---- blocks -------------------------------------------------------------------------------------------------
 
     def blocks(self) -> list[tuple[Step, ...]]:
         """What may run as one call: see `residual.blocks`."""
@@ -59,7 +155,7 @@ class Program:
         for step in self.steps:
             for node in nodes_in((step.args, step.kwargs)):
                 users.setdefault(node, []).append(step)
-        for node in nodes_in(self.traced.result):
+        for node in self.result_nodes:
             users.setdefault(node, []).append(None)
         whole = {step: layer for step, layer in self.layers.items() if step.permuted is None}
         return list(blocks(self.steps, whole, users))
@@ -76,103 +172,164 @@ class Program:
         program.last_use = program._last_use()
         return program, {one[block.steps[-1]]: block.candidate for block in fused}
 
-    @property
-    def finite(self) -> bool:
-        return all(layer.finite for layer in self.layers.values())
+    # ---- one function -------------------------------------------------------------------------------------------
 
-    def pin_packs(self, used: Collection[Mapping[Step, Candidate]]) -> None:
-        """Keep the packed weights that these plans' candidates use, and drop the others."""
-        for step, layer in self.layers.items():
-            layer.pin_packs({candidates[step].pack for candidates in used if step in candidates})
-
-    def _reusable(self) -> set[fx.Node]:
-        """Results of layers that nobody returns, keeps or makes a view of."""
-        private = {step.out: keeps_no_view(step, self.root) for step in self.steps}
-        returned = set(nodes_in(self.traced.result))
-        users: dict[fx.Node, list[fx.Node]] = {step.out: [] for step in self.steps}
-        for step in self.steps:
-            for node in nodes_in((step.args, step.kwargs)):
-                users.setdefault(node, []).append(step.out)
-        return {
-            step.out
-            for step in self.layers
-            if step.out not in returned and all(private[user] for user in users[step.out])
-        }
-
-    def compiled(self, candidates: Mapping[Step, Candidate], shapes: Mapping[fx.Node, Tensor]) -> Callable[..., Any]:
-        """The steps as one Python function that owns its intermediates: not for two calls at a time.
-
-        Args:
-            shapes: results of layers, on the meta device.
-        """
-        functions = _bound_functions(self, candidates, shapes)
-        scope: dict[str, Any] = {f"f{i}": function for i, function in enumerate(functions)}
-        names: dict[fx.Node, str] = {node: f"v{i}" for i, node in enumerate(self.traced.inputs)}
+    def compiled(self, candidates: Mapping[Step, Candidate], walk: Walk) -> Callable[..., Any]:
+        """The steps as one Python function that owns its intermediates: not for two calls at a time."""
+        binding = _Binding(self, candidates, walk)
+        functions, fixed = binding.functions, binding.fixed
+        together = joined([functions.get(step) for step in self.steps if step in functions])
+        running = [step for step in self.steps if step in functions]
+        scope: dict[str, Any] = {}
+        names: dict[fx.Node, str] = {node: f"v{i}" for i, node in enumerate(self.captured.inputs)}
         lines = [f"def run({', '.join(names.values())}):"]
-        for i, step in enumerate(self.steps):
-            names[step.out] = f"r{i}"
+        for i, (node, t) in enumerate(fixed.items()):
+            names[node] = f"s{i}"
+            scope[names[node]] = t
+        position = {step: i for i, step in enumerate(self.steps)}
+        for i, step in enumerate(running):
+            if i in together:
+                run = together[i][1]
+                if run is not None:
+                    scope[f"f{i}"] = run
+                    lines.append(f"    f{i}()")
+                continue
+            scope[f"f{i}"] = functions[step]
             arguments = [_source(a, names, scope) for a in step.args]
             arguments += [f"{key}={_source(value, names, scope)}" for key, value in step.kwargs.items()]
-            lines.append(f"    r{i} = f{i}({', '.join(arguments)})")
+            call = f"f{i}({', '.join(arguments)})"
+            used = {names[node] for node in nodes_in((step.args, step.kwargs)) if self.last_use[node] == position[step]}
+            if step.out in fixed:
+                lines.append(f"    {call}")
+            else:
+                names[step.out] = f"r{i}"
+                lines.append(f"    r{i} = {call}")
+                if step.out not in self.last_use:
+                    used.add(f"r{i}")
             # As in the model itself, memory is free after its last use.
-            dead = {names[node] for node in nodes_in((step.args, step.kwargs)) if self.last_use[node] == i}
-            if step.out not in self.last_use:
-                dead.add(f"r{i}")
+            dead = {name for name in used if name not in scope}
             if dead:
                 lines.append(f"    del {', '.join(sorted(dead))}")
-        lines.append(f"    return {_source(self.traced.result, names, scope)}")
-        exec(compile("\n".join(lines), "<convselect.freeze>", "exec"), scope)
+        leaves = [
+            f"{names[leaf]}.clone()" if isinstance(leaf, fx.Node) and leaf in fixed else _source(leaf, names, scope)
+            for leaf in self.captured.results
+        ]
+        if self.captured.spec.is_leaf():
+            lines.append(f"    return {leaves[0]}")
+        else:
+            scope["put_together"], scope["spec"] = pytree.tree_unflatten, self.captured.spec
+            lines.append(f"    return put_together([{', '.join(leaves)}], spec)")
+        exec("\n".join(lines), scope)
         return scope["run"]  # type: ignore[no-any-return]
 
 
-def _bound_functions(
-    program: Program, candidates: Mapping[Step, Candidate], shapes: Mapping[fx.Node, Tensor]
-) -> list[Callable[..., Any]]:
-    """What each step calls; layers with the memory that is laid out for their operands."""
-    fixed = _fixed_results(program, candidates, shapes)
-    functions: list[Callable[..., Any]] = []
-    for step in program.steps:
-        if step not in candidates:
-            functions.append(program.functions[step])
-            continue
-        bind, (x, residual) = candidates[step].bind, (*step.args, None)[:2]
-        if step.permuted is None:
-            functions.append(bind(fixed.get(x), fixed.get(residual), fixed.get(step.out)))  # type: ignore[arg-type]
+class _Binding:
+    """What each step calls, and the memory that is laid out for values: best fit in the order of the steps, shared by
+    values that are never alive together.
+
+    Attributes:
+        fixed: value -> memory that is the same at every call.
+        functions: what steps call; those without one have nothing to do.
+    """
+
+    def __init__(self, program: Program, candidates: Mapping[Step, Candidate], walk: Walk) -> None:
+        self._program, self._candidates, self._walk = program, candidates, walk
+        self.fixed: dict[fx.Node, Tensor] = {}
+        self.functions: dict[Step, Callable[..., Any]] = {}
+        self._free: list[Tensor] = []
+        self._taken: dict[fx.Node, Tensor] = {}
+        self._last: dict[fx.Node, int] = {}
+        for node, i in program.last_use.items():
+            base = self._base(node)
+            self._last[base] = max(i, self._last.get(base, -1))
+        self._returned = {self._base(node) for node in program.result_nodes}
+        for i, step in enumerate(program.steps):
+            self._bind(step)
+            for node in {*nodes_in((step.args, step.kwargs)), step.out}:
+                base = self._base(node)
+                if base in self._taken and self._last.get(base, i) <= i:
+                    self._free.append(self._taken.pop(base))
+
+    def _base(self, node: fx.Node) -> fx.Node:
+        while node in self._walk.base:
+            node = self._walk.base[node]
+        return node
+
+    def _bind(self, step: Step) -> None:
+        fixed, function = self.fixed, self._program.function
+        if step in self._candidates:
+            self._bind_layer(step, self._candidates[step])
+        elif step.out in self._program.constants:
+            fixed[step.out] = self._program.constants[step.out].value
+        elif step in self._walk.makers:
+            nodes = nodes_in((step.args, step.kwargs))
+            out = self._memory(step.out)
+            forms = [self._walk.forms[node] for node in nodes]
+            self.functions[step] = fixed_call(
+                self._walk.makers[step], [fixed.get(node) for node in nodes], forms, out, _flat(step, function(step))
+            )
+            fixed[step.out] = out
+        elif step.out in self._walk.base and self._walk.base[step.out] in fixed:
+            arguments = fx.map_arg((step.args, step.kwargs), lambda node: fixed.get(node, node))
+            if nodes_in(arguments):
+                self.functions[step] = function(step)
+            else:
+                fixed[step.out] = function(step)(*arguments[0], **arguments[1])
         else:
-            functions.append(_permuting(bind(fixed.get(x), None, None), *permutations(step)))  # type: ignore[arg-type]
-    return functions
+            self.functions[step] = function(step)
+
+    def _bind_layer(self, step: Step, candidate: Candidate) -> None:
+        x, residual = (*step.args, None)[:2]
+        forth, back = permutations(step)
+        fixed_x, fixed_residual = self.fixed.get(x), self.fixed.get(residual)  # type: ignore[arg-type]
+        out = None
+        if candidate.writes_out and self._base(step.out) not in self._returned:
+            out = self._memory(step.out)
+        given = None if fixed_residual is None else back(fixed_residual)
+        run: Run = candidate.bind(fixed_x, given, None if out is None else back(out))
+        if step.permuted is not None and not hasattr(run, "bound"):
+            inner = run
+            run = lambda x, residual: forth(inner(x, back(residual)))  # noqa: E731
+        self.functions[step] = run
+        if out is not None:
+            self.fixed[step.out] = out
+
+    def _memory(self, node: fx.Node) -> Tensor:
+        """Memory for this value until its last use, that of views included."""
+        form = self._walk.forms[node]
+        n_bytes = form.n_bytes
+        fitting = [block for block in self._free if block.numel() >= n_bytes]
+        block = min(fitting, key=Tensor.numel) if fitting else _block(n_bytes)
+        self._free = [other for other in self._free if other is not block]
+        self._taken[node] = block
+        return block[:n_bytes].view(form.dtype).as_strided(form.shape, form.strides)
 
 
-def _permuting(run: Run, forth: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Run:
-    return lambda x, residual: forth(run(x, back(residual)))
+def _flat(step: Step, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, called with the values of the nodes in the step's arguments one after another."""
+    nodes = nodes_in((step.args, step.kwargs))
 
+    def run(*values: Any) -> Any:
+        by_node = dict(zip(nodes, values, strict=True))
+        args, kwargs = fx.map_arg((step.args, step.kwargs), by_node.__getitem__)
+        return function(*args, **kwargs)
 
-def _fixed_results(
-    program: Program, candidates: Mapping[Step, Candidate], shapes: Mapping[fx.Node, Tensor]
-) -> dict[fx.Node, Tensor]:
-    """Memory for results that can be written to memory given beforehand, shared by results that are never alive
-    together: best fit in the order of the steps."""
-    fixed: dict[fx.Node, Tensor] = {}
-    free: list[Tensor] = []
-    taken: dict[fx.Node, Tensor] = {}
-    for i, step in enumerate(program.steps):
-        writes_out = step in candidates and candidates[step].writes_out and step.permuted is None
-        if writes_out and step.out in program.reusable:
-            shape = shapes[step.out]
-            n_bytes = shape.numel() * shape.element_size()
-            fitting = [block for block in free if block.numel() >= n_bytes]
-            block = min(fitting, key=Tensor.numel) if fitting else _block(n_bytes)
-            free = [other for other in free if other is not block]
-            taken[step.out] = block
-            fixed[step.out] = block[:n_bytes].view(shape.dtype).as_strided(shape.shape, shape.stride())
-        for node in {*nodes_in((step.args, step.kwargs)), step.out}:
-            if node in taken and program.last_use.get(node, i) <= i:
-                free.append(taken.pop(node))
-    return fixed
+    return run
 
 
 def _block(n_bytes: int) -> Tensor:
-    return torch.empty(-(-n_bytes // 64) * 64, dtype=torch.uint8, device="cpu")
+    return pages.empty(-(-n_bytes // 64) * 64)
+
+
+def _with_captured_strides(step: Step) -> Callable[..., Any]:
+    form = Form.like(meta_of(step.args[0]))
+
+    def run(x: Tensor, *rest: Any, **options: Any) -> Any:
+        if x.stride() != form.strides:
+            x = torch.empty_strided(form.shape, form.strides, dtype=x.dtype, device=x.device).copy_(x)
+        return step.target(x, *rest, **options)
+
+    return run
 
 
 def _source(value: Any, names: dict[fx.Node, str], scope: dict[str, Any]) -> str:
@@ -186,11 +343,9 @@ def _source(value: Any, names: dict[fx.Node, str], scope: dict[str, Any]) -> str
     if isinstance(value, list | tuple):
         inner = "".join(f"{_source(v, names, scope)}, " for v in value)
         return f"[{inner}]" if isinstance(value, list) else f"({inner})"
-    if isinstance(value, dict):
-        inner = "".join(f"{k!r}: {_source(v, names, scope)}, " for k, v in value.items())
-        return f"{{{inner}}}"
-    assert isinstance(value, slice)
-    return f"slice({', '.join(_source(v, names, scope) for v in (value.start, value.stop, value.step))})"
+    assert isinstance(value, dict)
+    inner = "".join(f"{k!r}: {_source(v, names, scope)}, " for k, v in value.items())
+    return f"{{{inner}}}"
 
 
 def nodes_in(arguments: Any) -> list[fx.Node]:
@@ -199,37 +354,14 @@ def nodes_in(arguments: Any) -> list[fx.Node]:
     return found
 
 
-def _needed(traced: Traced) -> list[Step]:
-    """The steps without reads of parameters that are folded now."""
-    used = set(nodes_in((traced.result, [(step.args, step.kwargs) for step in traced.steps])))
-    return [step for step in traced.steps if step.kind != "attribute" or step.out in used]
-
-
-def _bound(step: Step, root: nn.Module) -> Callable[..., Any]:
-    if step.kind == "module":
-        module = root.get_submodule(step.target)
-        # Without hooks a call is its forward; every call of the frozen model checks that none were added.
-        if is_boundary(module):
-            return module
-        return mean_of(module) or module.forward
-    if step.kind == "method":
-        name = step.target
-        return lambda self, *args, **kwargs: getattr(self, name)(*args, **kwargs)
-    if step.kind == "attribute":
-        owner_name, _, attribute = step.target.rpartition(".")
-        owner = root.get_submodule(owner_name)
-        return lambda: getattr(owner, attribute)
-    return step.target  # type: ignore[no-any-return]
-
-
-def permutations(step: Step) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+def permutations(step: Step) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
     """Functions from a layer's result to its step's value, and from the step's residual to the layer's."""
     dims = step.permuted
     if dims is None:
         return _same, _same
     inverse = tuple(sorted(range(len(dims)), key=dims.__getitem__))
-    return lambda t: t.permute(dims), lambda t: t.permute(inverse)
+    return lambda t: t.permute(dims), lambda t: None if t is None else t.permute(inverse)
 
 
-def _same(t: Tensor) -> Tensor:
+def _same(t: Any) -> Any:
     return t

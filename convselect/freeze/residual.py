@@ -19,10 +19,11 @@ from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem
 from convselect.base.settings import Settings
 from convselect.choice.budgets import is_disabled
 from convselect.freeze.candidates import Candidate, Form, Run, distance, fastest
-from convselect.freeze.capture import Step
+from convselect.freeze.chains import Step
 from convselect.freeze.conv import FrozenConv
-from convselect.freeze.kernel import DEPTHWISE_PACKED, DIRECT, KernelCall
+from convselect.freeze.kernel import DEPTHWISE_PACKED, PRODUCT, KernelCall
 from convselect.freeze.layer import FrozenLayer, Search
+from convselect.freeze.remembered import Key
 from convselect.kernels import _library, depthwise
 from convselect.kernels._contract import Grade
 
@@ -77,10 +78,10 @@ def blocks(
 def _is(layer: FrozenLayer | None, *, depthwise: bool) -> bool:
     if not isinstance(layer, FrozenConv) or layer.activation not in _library.ACTIVATIONS:
         return False
-    conv = layer.conv
+    K, C, R, S = layer.weight.shape
     if depthwise:
-        return conv.groups == conv.in_channels == conv.out_channels and conv.groups > 1
-    return conv.groups == 1 and conv.kernel_size == (1, 1)
+        return layer.groups == K > 1 and C == 1
+    return layer.groups == 1 and (R, S) == (1, 1)
 
 
 def fuse(
@@ -91,20 +92,24 @@ def fuse(
     search: Search,
 ) -> Fused | None:
     """The block as one call, if that computes the same and is faster than these candidates one by one."""
-    settings, remembered, measure = search
+    settings, remembered, measure, _ = search
     parts = [layers[step] for step in steps]
     posed = _problems(problems[step] for step in steps)
     if posed is None or any(is_disabled(name, settings.disabled) for name in ("direct", "depthwise")):
         return None  # blocks are made of these two
-    key = (NAME, posed, tuple((layer.activation, layer.has_residual) for layer in parts), settings)
-    known = remembered.get(key, None if measure else "apart")
-    if known == "apart":
+    form = ", ".join(
+        f"{problem} {layer.activation} {layer.has_residual}" for problem, layer in zip(posed, parts, strict=True)
+    )
+    key = Key(NAME, posed[0], form, settings)
+    known = remembered.get(key)
+    if known == "apart" or (known is None and not measure):
         return None
     fused = _fused(steps, parts, posed, settings)
     if fused is not None and known is None:
         runs = [candidates[step] for step in steps]
-        remembered[key] = _measured(fused.candidate, parts, runs, posed)
-        if remembered[key] == "apart":
+        known = _measured(fused.candidate, parts, runs, posed)
+        remembered.put(key, known)
+        if known == "apart":
             for layer, run in zip(parts, runs, strict=True):
                 layer.pin_chosen(run.pack)
             return None
@@ -132,7 +137,7 @@ def _fused(
     conv = ctypes.byref(_library._conv(middle, CHANNELS_LAST, CONTIGUOUS, middle.threads, _library.isa()))
     if not 0 <= _scratch_bytes(conv, _structure(parts, problems, [1] * len(parts))) <= settings.workspace_bytes:
         return None
-    kernels = (*(DIRECT for _ in problems[:-2]), DEPTHWISE_PACKED, DIRECT)
+    kernels = (*(PRODUCT for _ in problems[:-2]), DEPTHWISE_PACKED, PRODUCT)
     x_form = Form.dense(problems[0].x_shape, CHANNELS_LAST, torch.float32)
     y_form = Form.dense(problems[-1].y_shape, CHANNELS_LAST, torch.float32)
     last = parts[-1]
@@ -158,9 +163,11 @@ def _structure(parts: list[FrozenLayer], problems: tuple[ConvProblem, ...], weig
     biases = [None if layer.bias_float32 is None else layer.bias_float32.data_ptr() for layer in parts]
     activations = [_library.ACTIVATIONS[layer.activation] for layer in parts]
     block = _library.Block(C=problems[0].C, K=problems[-1].K, taps_activation=activations[-2])
+    block.taps_parameter = parts[-2].slope
     block.taps, block.taps_bias, block.project = weights[-2], biases[-2], weights[-1]
     if len(parts) == 3:
         block.expand, block.expand_bias, block.expand_activation = weights[0], biases[0], activations[0]
+        block.expand_parameter = parts[0].slope
     return block
 
 

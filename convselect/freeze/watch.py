@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from convselect.freeze.chains import is_plain
+from convselect.freeze.capture import is_plain
 from convselect.kernels import _library
 
 Source = tuple[dict[str, Any], str]
@@ -128,6 +128,7 @@ class Watch:
         # Versions first: a write during what follows is then noticed at the next call.
         tensors = [owner[key] for owner, key, _ in self._sources]
         self._saved = [dict(owner) for owner in self._live]
+        self._kinds = list(map(_kind, tensors))
         # Comparing dictionaries compares values by identity first; if that differs, one-element tensors by value.
         named = zip(self._sources, tensors, strict=True)
         self._lone = [(owner, key, t) for (owner, key, _), t in named if t.numel() == 1]
@@ -147,15 +148,14 @@ class Watch:
         for samples in (self._every, *self._by_turn):
             samples.complete()
 
-    def is_readable(self) -> bool:
-        """Whether what is registered under the names now can be compared with: see `is_plain`."""
-        return all(is_plain(owner[key]) for owner, key, _ in self._sources if key in owner)
-
-    def covers(self, groups: list[list[Source]]) -> bool:
-        """Whether these are the tensors that are watched, by owner and name."""
-        return [[(id(owner), key) for owner, key in g] for g in groups] == [
-            [(id(owner), key) for owner, key in g] for g in self._groups
-        ]
+    def is_comparable(self) -> bool:
+        """Whether the same names hold tensors of the same shapes and types as when it was looked at, which can be read:
+        see `is_plain`."""
+        for owner, saved in zip(self._live, self._saved, strict=True):
+            if {key for key, t in owner.items() if t is not None} != {k for k, t in saved.items() if t is not None}:
+                return False
+        now = [owner[key] for owner, key, _ in self._sources]
+        return all(isinstance(t, Tensor) and is_plain(t) for t in now) and self._kinds == list(map(_kind, now))
 
     def changed(self) -> set[int]:
         """Groups that have changed, by the checks of this call; they stay changed until `accept`."""
@@ -191,6 +191,10 @@ class Watch:
     def _by_version(self) -> set[int]:
         versions = {id(t): v for t, v in zip(self._tensors, self._versions, strict=True)}
         return {g for owner, key, g in self._sources if owner[key]._version != versions.get(id(owner[key]))}
+
+
+def _kind(t: Tensor) -> tuple[torch.dtype, torch.Size]:
+    return t.dtype, t.shape
 
 
 def _words(t: Tensor) -> Any:

@@ -19,14 +19,17 @@ from torch import Tensor
 
 from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction
 
-ABI = 6
+ABI = 7
 TUNE_SLOTS = 8
 OK, NO_MEMORY, UNSUPPORTED, NONFINITE = range(4)
 ISAS = {"base": 0, "avx2": 1, "avx512": 2}
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 LAYOUTS = {CONTIGUOUS: 0, CHANNELS_LAST: 1}
 DIRECTIONS = {Direction.FORWARD: 0, Direction.BACKWARD_DATA: 1, Direction.BACKWARD_WEIGHT: 2}
-ACTIVATIONS = {None: 0, "relu": 1, "relu6": 2, "silu": 3}
+ACTIVATIONS = {
+    None: 0, "relu": 1, "relu6": 2, "silu": 3, "hardswish": 4, "hardsigmoid": 5, "sigmoid": 6, "gelu": 7,
+    "gelu_tanh": 8, "tanh": 9, "leaky_relu": 10,
+}  # fmt: skip
 _FORMATS = {CONTIGUOUS: torch.contiguous_format, CHANNELS_LAST: torch.channels_last}
 
 
@@ -52,7 +55,7 @@ class Epilogue(ctypes.Structure):
         ("bias", ctypes.c_void_p),
         ("residual", ctypes.c_void_p),
         ("activation", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
+        ("parameter", ctypes.c_float),
     )
 
 
@@ -65,6 +68,8 @@ class Block(ctypes.Structure):
         ("K", ctypes.c_int64),
         ("expand_activation", ctypes.c_int32),
         ("taps_activation", ctypes.c_int32),
+        ("expand_parameter", ctypes.c_float),
+        ("taps_parameter", ctypes.c_float),
     )
 
 
@@ -191,7 +196,7 @@ def dense(tensor: Tensor, otherwise: str) -> tuple[Tensor, str]:
 
 
 def _epilogue(
-    bias: Tensor | None, residual: Tensor | None, activation: str | None, p: ConvProblem, call: _Call
+    bias: Tensor | None, residual: Tensor | None, activation: str | None, slope: float, p: ConvProblem, call: _Call
 ) -> tuple[Any, tuple[Tensor | None, Tensor | None]]:
     """The struct for the kernel, and the tensors that must live until it returns."""
     if p.direction != Direction.FORWARD:
@@ -208,7 +213,7 @@ def _epilogue(
         if residual.shape != call.result_shape or residual.dtype != call.dtype or not residual.is_cpu:
             raise ValueError(f"a residual {residual.dtype} {tuple(residual.shape)} for {p}")
         residual_at = residual.data_ptr()
-    return ctypes.byref(Epilogue(bias_at, residual_at, ACTIVATIONS[activation], 0)), (bias, residual)
+    return ctypes.byref(Epilogue(bias_at, residual_at, ACTIVATIONS[activation], slope)), (bias, residual)
 
 
 def call(*arguments: Any, **options: Any) -> Tensor:
@@ -227,6 +232,7 @@ def call_checked(
     activation: str | None = None,
     isa_level: int | None = None,
     tune: tuple[int, ...] = (),
+    slope: float = 0.01,
 ) -> tuple[Tensor, bool]:
     """Run kernel `name` on the direction's two operands.
 
@@ -235,6 +241,7 @@ def call_checked(
         bias, residual, activation: y becomes activation(y + bias + residual); forward only. `bias` is (K,),
             `residual` is shaped like y.
         tune: the kernel's parameters, in the order of its slots; 0 if the kernel decides.
+        slope: of "leaky_relu" below 0.
 
     Returns:
         The result, in the layout of the streamed operand (for a weight gradient contiguous), and whether it may be
@@ -257,7 +264,7 @@ def call_checked(
     out = torch.empty(plan.result_shape, dtype=dtype, device="cpu", memory_format=plan.out_format)
     epilogue = held = None
     if bias is not None or residual is not None or activation is not None:
-        epilogue, held = _epilogue(bias, residual, activation, p, plan)
+        epilogue, held = _epilogue(bias, residual, activation, slope, p, plan)
     status = plan.function(plan.conv, *leading_ints, a.data_ptr(), b.data_ptr(), out.data_ptr(), epilogue)
     del held
     if status == OK:

@@ -7,7 +7,7 @@
 
 Libraries are many times slower for large kernels, in a weight gradient from 5x5 on; here one register tiling serves
 all sizes. Source of the blocking: Georganas et al., "Anatomy of High-Performance Deep Learning Convolutions on SIMD
-Architectures", SC 2018. Float32 images in channels_last order are read in place if the kernel has 3 or 5 columns
+Architectures", SC 2018. Float32 images in channels_last order are read in place if the kernel has 3, 5 or 7 columns
 (csrc/depthwise_rows.inc); others are copied to a slab. Frozen weights may be packed once (`pack`). 16-bit operands are
 widened as they are copied, summed in float32 and rounded once. Without the C library, problems are rewritten so that
 native computes them fast (`_depthwise_torch.py`).
@@ -96,7 +96,7 @@ def _space(algorithm: Depthwise, parameters: tuple[Parameter, ...]) -> Space:
 @functools.lru_cache(maxsize=4096)
 def packed_floats(problem: ConvProblem) -> int | None:
     """Number of floats that `pack` returns; None if no kernel takes a packed weight. One does for float32 problems in
-    channels_last with one output channel per input channel, 3 or 5 taps in a row and strides 1 or 2."""
+    channels_last with one output channel per input channel, 3, 5 or 7 taps in a row and strides 1 or 2."""
     p = problem.with_direction(Direction.FORWARD)
     if not p.is_depthwise or p.device != "cpu" or p.dtype != "float32" or p.layout != CHANNELS_LAST:
         return None

@@ -3,11 +3,12 @@
     y[n, k, p, q] = sum over r, s, c of x[n, c, p stride_h + r dil_h - pad_top, q stride_w + s dil_w - pad_left]
                                         w[k, c, r, s]
 
-A register tile of output pixels times output channels takes the whole sum. In NHWC inputs are read in place through a
-table of pointers (Dukhan 2019, "The indirect convolution algorithm", arXiv 1907.02129); in NCHW the inputs of a few
-hundred pixels at a time are gathered in cache. The data gradient is the same convolution with channels exchanged, in
-stride_h * stride_w classes of taps; the weight gradient is the matrix product over pixels. Sums are kept in float32 for
-16-bit types and rounded once.
+A register tile of output pixels times output channels takes the whole sum. Of kernels of more than one tap, the inputs
+of some rows at a time are copied to a slab in channels_last order with the padding's zeros, in which what a pixel meets
+at a tap is a run at a fixed distance from it; x and y may then have different layouts. 1x1 convolutions read their
+inputs in place, in NHWC through a table of pointers (Dukhan 2019, "The indirect convolution algorithm", arXiv
+1907.02129). The data gradient is the same convolution with channels exchanged, in stride_h * stride_w classes of taps;
+the weight gradient is the matrix product over pixels. Sums are kept in float32 for 16-bit types and rounded once.
 
 For frozen weights, `pack` reorders a weight once and `forward_packed` uses it.
 """
@@ -41,9 +42,12 @@ def _layout(problem: ConvProblem) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def _frozen(problem: ConvProblem, threads: int, isa: int) -> tuple[Any, int]:
-    """The struct for the kernel, and the number of floats in a packed weight."""
+def _frozen(problem: ConvProblem, threads: int, isa: int, y_layout: str | None = None) -> tuple[Any, int]:
+    """The struct for the kernel, with y in the problem's layout or in `y_layout`, and the number of floats in a packed
+    weight."""
     conv = _library._conv(problem.with_direction(Direction.FORWARD), _layout(problem), CONTIGUOUS, threads, isa)
+    if y_layout is not None:
+        conv.y_layout = _library.LAYOUTS[y_layout]
     pointer = ctypes.byref(conv)
     return pointer, _library._function("cs_direct_packed_bytes", 0, 0, ctypes.c_int64)(pointer) // 4
 
@@ -51,10 +55,11 @@ def _frozen(problem: ConvProblem, threads: int, isa: int) -> tuple[Any, int]:
 def pack(weight: Tensor, problem: ConvProblem, isa_level: int | None = None) -> Tensor:
     """The weight (K, C / groups, R, S) in the order that `forward_packed` reads.
 
-    It fits every problem with this weight's shape, `problem`'s groups, dtype and layout, on this instruction set.
+    It fits every problem with this weight's shape, `problem`'s groups and dtype, and for 1x1 its layout, on this
+    instruction set.
 
     Returns:
-        float32, one-dimensional; in channels_last up to 15 output channels per group longer than the weight.
+        float32, one-dimensional; up to 15 output channels per group longer than the weight (not for 1x1 in contiguous).
 
     Raises:
         MemoryError: if scratch memory is not available.
@@ -70,6 +75,11 @@ def pack(weight: Tensor, problem: ConvProblem, isa_level: int | None = None) -> 
     return packed
 
 
+def reads_other_layouts(problem: ConvProblem) -> bool:
+    """Whether the kernel for packed weights takes x in one layout and makes y in the other."""
+    return problem.dtype == "float32" and problem.R * problem.S > 1
+
+
 def forward_packed(
     x: Tensor,
     packed: Tensor,
@@ -78,27 +88,36 @@ def forward_packed(
     residual: Tensor | None = None,
     activation: str | None = None,
     isa_level: int | None = None,
+    slope: float = 0.01,
+    y_layout: str | None = None,
 ) -> Tensor:
-    """activation(y + bias + residual), in the problem's layout, with a weight from `pack` at the same `isa_level`.
+    """activation(y + bias + residual), with a weight from `pack` at the same `isa_level`.
 
     Args:
         x: (N, C, H, W), any strides.
         bias: float32 (K,).
         residual: shaped like y, (N, K, P, Q).
-        activation: "relu", "relu6", "silu" or None.
+        activation: a key of `_library.ACTIVATIONS`.
+        slope: of "leaky_relu" below 0.
+        y_layout: layout of the result, "contiguous" or "channels_last"; None: the problem's, in which x is read.
 
     Raises:
         MemoryError: if scratch memory is not available.
-        ValueError: if a tensor does not have the problem's shape, dtype or device.
+        ValueError: if a tensor does not have the problem's shape, dtype or device; or if `y_layout` is another layout
+            than the problem's and the kernel is 1x1.
     """
     p, form = problem, memory_format(problem)
-    conv, floats = _frozen(p, torch.get_num_threads(), _library.isa() if isa_level is None else isa_level)
+    level = _library.isa() if isa_level is None else isa_level
+    conv, floats = _frozen(p, torch.get_num_threads(), level, y_layout)
     if packed.shape != (floats,) or packed.dtype != torch.float32 or not packed.is_cpu:
         raise ValueError(f"a packed weight {packed.dtype} {tuple(packed.shape)} for {p}: {floats} floats are needed")
     if x.shape != p.x_shape or x.dtype != p.torch_dtype or not x.is_cpu:
         raise ValueError(f"x {x.dtype} {tuple(x.shape)} for {p}")
     x = x.resolve_neg().contiguous(memory_format=form)
-    y = torch.empty(p.y_shape, dtype=x.dtype, device="cpu", memory_format=form)
+    y_form = form if y_layout is None else _library._FORMATS[y_layout]
+    if y_form != form and p.R * p.S == 1:
+        raise ValueError(f"y in {y_layout} for {p}: a 1x1 kernel has the layout of x")
+    y = torch.empty(p.y_shape, dtype=x.dtype, device="cpu", memory_format=y_form)
     epilogue = None
     if bias is not None or residual is not None or activation is not None:
         if bias is not None:
@@ -108,9 +127,9 @@ def forward_packed(
         if residual is not None:
             if residual.shape != y.shape or residual.dtype != y.dtype or not residual.is_cpu:
                 raise ValueError(f"a residual {residual.dtype} {tuple(residual.shape)} for {p}")
-            residual = residual.resolve_neg().contiguous(memory_format=form)
+            residual = residual.resolve_neg().contiguous(memory_format=y_form)
         pointers = (None if t is None else t.data_ptr() for t in (bias, residual))
-        epilogue = ctypes.byref(_library.Epilogue(*pointers, _library.ACTIVATIONS[activation], 0))
+        epilogue = ctypes.byref(_library.Epilogue(*pointers, _library.ACTIVATIONS[activation], slope))
     frozen = _library._function("cs_direct_frozen", 0)
     if frozen(conv, x.data_ptr(), packed.data_ptr(), y.data_ptr(), epilogue) != _library.OK:
         raise MemoryError(f"direct: no scratch memory for {p}")
@@ -126,9 +145,9 @@ _ORDER = Parameter("order", (0, 1, 2), STRUCTURE)
 
 class Direct(CAlgorithm):
     """Parameters: `tile_rows`, the most rows of a register tile. Forward and data gradient: `order`, whether the outer
-    loop goes over pixels (1) or output channels (2); `panels_kib`, KiB of weights (NHWC) or gathered inputs (NCHW)
-    that are held at a time; `rows_kib` (NHWC), KiB of inputs that a run of rows reads; `group` (NCHW), panels of
-    pixels gathered at a time. Weight gradient: `pixels`, pixels summed at a time. 0: the kernel decides.
+    loop goes over pixels (1) or output channels (2); `panels_kib`, KiB of weights (NHWC) or, for 1x1, gathered inputs
+    (NCHW) that are held at a time; `rows_kib` (NHWC), KiB of inputs that a run of rows reads; `group` (NCHW, 1x1 only),
+    panels of pixels gathered at a time. Weight gradient: `pixels`, pixels summed at a time. 0: the kernel decides.
     """
 
     name = "direct"

@@ -9,13 +9,20 @@ Libraries compute a group as a small matrix product, which leaves most of a vect
 channels. Here neighbouring groups share a vector of output channels, and a permutation brings each group's input value
 under its lanes. Source of the blocking: Georganas et al., "Anatomy of High-Performance Deep Learning Convolutions on
 SIMD Architectures", SC 2018. 16-bit operands are widened as they are packed, summed in float32 and rounded once.
+
+With a weight packed once (`pack`, for frozen layers; csrc/grouped_frozen.inc) a register tile takes all output channels
+of a group of 8 or more, straight from the image.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 
-from convselect.base.problem import ConvProblem, Direction
+import torch
+from torch import Tensor
+
+from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction
 from convselect.kernels import _library
 from convselect.kernels._c_algorithm import CAlgorithm, why_not_in_c
 from convselect.kernels._contract import Grade
@@ -83,6 +90,45 @@ def _space(algorithm: Grouped, gradient: bool, isa: int) -> Space:
         Rule("nothing to share", lambda p, _: not _shares_taps(p), lambda *_: [{"single": 0}]),
     )
     return Space(parameters, lambda _: usual, allowed, () if gradient else rules)
+
+
+# ---- frozen weights -------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=4096)
+def packed_floats(problem: ConvProblem) -> int | None:
+    """Number of floats that `pack` returns; None if no kernel takes a packed weight, or would gain by it. One does for
+    float32 problems in a dense layout with several input and more than 8 output channels per group."""
+    p = problem.with_direction(Direction.FORWARD)
+    if p.is_depthwise or p.device != "cpu" or p.dtype != "float32" or p.layout not in _library.LAYOUTS:
+        return None
+    if not _library.available():
+        return None
+    # For smaller groups `cs_grouped` is faster, in whose tiles groups share a vector, or taps of one row a pixel. With
+    # 8 lanes and a stride there is nothing to share, and packing pays.
+    alone = _library.isa() == _library.ISAS["avx2"] and p.layout == CHANNELS_LAST and p.stride_w > 1
+    if p.K // p.groups <= 8 and not alone:
+        return None
+    conv = _library._conv(p, p.layout, CONTIGUOUS, p.threads, _library.isa())
+    size = _library._function("cs_grouped_packed_bytes", 0, 0, ctypes.c_int64)(ctypes.byref(conv))
+    return None if size < 0 else int(size) // 4
+
+
+def pack(weight: Tensor, problem: ConvProblem) -> Tensor:
+    """The weight (K, C / groups, R, S) in the order in which `cs_grouped_frozen` reads it: float32, one-dimensional.
+
+    Raises:
+        ValueError: if no kernel takes a packed weight, or the weight is not the problem's.
+    """
+    floats = packed_floats(problem)
+    if floats is None or weight.shape != problem.weight_shape or weight.dtype != torch.float32:
+        raise ValueError(f"a weight {weight.dtype} {tuple(weight.shape)} for {problem}")
+    packed = torch.empty(floats, dtype=torch.float32, device="cpu")
+    conv = _library._conv(problem, problem.layout, CONTIGUOUS, problem.threads, _library.isa())
+    weight = weight.resolve_neg().contiguous()
+    status = _library._function("cs_grouped_pack", 0, 2)(ctypes.byref(conv), weight.data_ptr(), packed.data_ptr())
+    assert status == _library.OK
+    return packed
 
 
 ALGORITHMS = (Grouped(),)

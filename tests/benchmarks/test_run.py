@@ -223,8 +223,9 @@ def tiny_network(monkeypatch):
         return nn.Sequential(*layers).eval(), torch.randn(1, 3, 8, 8)
 
     monkeypatch.setattr(_networks, "build", build)
+    monkeypatch.setattr(_networks, "onnx_bytes", lambda *_: b"")
     for package in ("onnxruntime", "openvino"):  # whether they are there is the machine's business
-        monkeypatch.setattr(_networks, f"_{package}", _absent)
+        monkeypatch.setattr(_networks, f"{package}_side", _absent)
 
 
 def _absent(*_):

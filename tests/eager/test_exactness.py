@@ -202,10 +202,9 @@ def test_frozen_layers_go_by_the_folded_weight(monkeypatch):
         with torch.no_grad():
             model(MASK)
             model(MASK)
-        assert forward._program is not None
-        plans = list(forward._plans.entries.values())
+        plans = [plan for _, plan in forward.plans()]
         assert plans
-        return {name for plan in plans for candidate in plan.candidates.values() for name in [candidate.name]}
+        return {name for plan in plans for name in plan.chosen.values()}
 
     if _library.available():
         assert any("winograd" in name for name in chosen())

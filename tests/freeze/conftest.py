@@ -8,14 +8,23 @@ from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS
 from convselect.base.timing import Timing
 from convselect.freeze import layer as freeze_layer
 from convselect.freeze import plan, residual
+from convselect.store import process
 
-KERNELS = ("winograd4", "winograd6", "winograd2", "depthwise", "grouped", "direct")
+KERNELS = ("winograd4", "winograd6", "winograd2", "depthwise", "grouped", "product", "direct")
 PREFERENCES = {
     "nchw kernels": (CONTIGUOUS, (*KERNELS, "onednn_packed")),
     "nhwc kernels": (CHANNELS_LAST, (*KERNELS, "onednn_packed")),
     "nhwc onednn": (CHANNELS_LAST, ("gemm", "onednn_packed")),
     "nchw native": (CONTIGUOUS, ()),
 }
+
+
+@pytest.fixture(autouse=True)
+def _no_store():
+    """What one test chooses must not decide what the next one sees."""
+    process.configure("off")
+    yield
+    process.configure()
 
 
 @pytest.fixture(params=PREFERENCES)

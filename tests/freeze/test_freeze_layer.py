@@ -9,8 +9,8 @@ from networks import CONV, distance, eager, randomised, use_forced
 from torch import nn
 
 import convselect
-from convselect.freeze.chains import ConvChain
-from convselect.freeze.conv import FrozenConv
+from convselect.freeze.capture import capture
+from convselect.freeze.program import Program, Registry
 
 
 @pytest.mark.parametrize("affine", [True, False])
@@ -18,8 +18,10 @@ from convselect.freeze.conv import FrozenConv
 def test_folding_is_exact(affine, bias):
     conv, norm = nn.Conv2d(3, 5, 3, bias=bias).double(), nn.BatchNorm2d(5, eps=1e-3, affine=affine).double()
     model = randomised(nn.Sequential(conv, norm))
-    frozen = FrozenConv(ConvChain(conv, "0", norm, "1"))
     x = torch.randn(2, 3, 7, 6, dtype=torch.float64)
+    program = Program(capture(model, (x,)), Registry())
+    assert len(program.steps) == 1
+    frozen = program.layers[program.steps[0]]
     with torch.no_grad():
         assert distance(F.conv2d(x, frozen.weight, frozen.bias), model(x)) < 1e-15
 

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from networks import CONV, Residual, conv_bn, distance, eager, frozen_outputs, randomised, use_forced
 from torch import nn
 
 import convselect
+from convselect.base.timing import Timing
+from convselect.freeze import layer as freeze_layer
+from convselect.freeze import plan
+from convselect.freeze.kernel import STEM
 
 
 def test_another_size_and_batch_plan_anew():
@@ -101,3 +106,76 @@ def test_thread_counts():
     model(x)
     assert distance(model(x), eager(model, x)) < CONV
     assert len(convselect.summary(model).inputs) == 2
+
+
+def test_a_stem_reads_the_image_where_it_lies(monkeypatch):
+    def timed(functions, *_):
+        return {name: Timing((1.0 if name == "channels_last" else 2.0,)) for name in functions}
+
+    def fastest(functions, *_):
+        return next(name for name in (STEM.label, "native") if name in functions)
+
+    monkeypatch.setattr(plan, "timed", timed)
+    monkeypatch.setattr(freeze_layer, "fastest", fastest)
+    model = randomised(nn.Sequential(conv_bn(3, 20, 3, activation=nn.ReLU(), stride=2), conv_bn(20, 8, 3)))
+    x = torch.randn(2, 3, 21, 18)
+    want, got, report = frozen_outputs(model, x)
+    assert distance(got, want) < CONV
+    assert got.stride() == want.stride()
+    assert report.inputs[0].chosen == {"0.0": STEM.label, "1.0": "native"}
+    for other in (torch.randn(2, 3, 21, 18), x.contiguous(memory_format=torch.channels_last)):
+        assert distance(model(other), eager(model, other)) < CONV
+
+
+def test_constants_of_sizes_that_are_gone_are_dropped():
+    model = randomised(SizedTable())
+    convselect.freeze(model)
+    registry = None
+    for size in range(4, 30):
+        x = torch.randn(1, 4, size, size)
+        for _ in range(2):
+            assert distance(model(x), eager(model, x)) < CONV
+        registry = vars(model)["forward"]._registry
+    assert len(registry.entries) <= 2 * 16
+
+
+class SizedTable(nn.Module):
+    """A table of parameters stretched to the size of the image."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.table = nn.Conv2d(4, 4, 1), nn.Parameter(torch.randn(1, 4, 8, 8))
+
+    def forward(self, x):
+        return self.conv(x) + F.interpolate(self.table, x.shape[2:], mode="bilinear")
+
+
+@use_forced
+def test_weights_that_become_finite_are_frozen():
+    model = randomised(nn.Sequential(conv_bn(8, 8, activation=nn.ReLU()), conv_bn(8, 8)))
+    x = torch.randn(1, 8, 12, 12)
+    with torch.no_grad():
+        model[0][0].weight[0, 0, 0, 0] = float("nan")
+    convselect.freeze(model, x)
+    assert torch.equal(model(x).isnan(), eager(model, x).isnan())
+    with torch.no_grad():
+        model[0][0].weight[0, 0, 0, 0] = 0.5
+    for _ in range(2):
+        assert distance(model(x), eager(model, x)) < CONV
+    assert convselect.summary(model).inputs[0].chosen
+
+
+@use_forced
+def test_an_expanded_input_of_a_pointwise_operation():
+    class Shifted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.mean = nn.Conv2d(3, 4, 3), nn.Parameter(torch.rand(3, 1, 1))
+
+        def forward(self, x):
+            return self.conv(torch.sigmoid(x) * x - self.mean)
+
+    model = randomised(Shifted())
+    x = torch.randn(1, 1, 9, 8).expand(2, 3, 9, 8)
+    want, got, _ = frozen_outputs(model, x)
+    assert distance(got, want) < CONV

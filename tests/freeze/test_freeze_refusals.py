@@ -51,7 +51,7 @@ def test_scripting_is_refused_with_the_ways_round_it(model, wrap):
 
 
 def test_scripting_a_model_of_which_only_parts_are_frozen():
-    model = convselect.freeze(randomised(Flagged()))
+    model = convselect.freeze(randomised(Flagged()), torch.rand(1, 8, 6, 6))
     assert convselect.summary(model).frozen == ("a", "b")
     with pytest.raises(RuntimeError, match="unfreeze"):
         torch.jit.script(model)

@@ -49,8 +49,9 @@ INVERTED = {
     "two layers": ({"expands": False, "c_out": 7, "activation": nn.ReLU}, 2),
     "what is expanded is seen": ({"watched": "expanded"}, 2),
     "what is deep is seen": ({"watched": "deep"}, 0),
-    "an activation of its own": ({"activation": nn.GELU}, 0),
-    "7x7": ({"kernel": 7}, 0),
+    "gelu": ({"activation": nn.GELU}, 3),
+    "7x7": ({"kernel": 7}, 3),
+    "9x9": ({"kernel": 9}, 0),
 }
 
 
@@ -125,3 +126,18 @@ def test_a_block_that_is_not_faster_is_not_used(faster, monkeypatch):
     with torch.no_grad():
         report = convselect.summary(convselect.freeze(model, torch.randn(1, 16, 30, 30)))
     assert faster == "block" or not blocks_of(report)
+
+
+@needs_library
+def test_blocks_that_would_share_a_layer(monkeypatch):
+    """MobileOne: depthwise and pointwise layers in turn. Each pointwise one ends a block and could begin one."""
+    monkeypatch.setattr(residual, "fastest", lambda *_: "block")
+    parts = []
+    for _ in range(4):
+        parts += [conv_bn(8, 8, 3, groups=8, activation=nn.ReLU()), conv_bn(8, 8, 1, activation=nn.ReLU())]
+    model = randomised(nn.Sequential(*parts))
+    x = torch.randn(1, 8, 12, 12)
+    want, got, report = frozen_outputs(model, x)
+    assert distance(got, want) < CONV
+    for row in report.inputs:
+        assert row.layout != "channels_last" or list(row.chosen.values()).count("block") == 8

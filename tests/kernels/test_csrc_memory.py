@@ -65,6 +65,15 @@ def test_no_byte_beside_an_operand_or_result_is_touched(current):
     assert_ran(ran, ENTRIES)
 
 
+@pytest.mark.sanitizer
+def test_no_byte_beside_a_products_operands_is_touched(current):
+    environment = {"CONVSELECT_LIBRARY": str(current)}
+    product = ["cs_product_frozen"]
+    ran = _guarded.run(environment, kernels=product, sides=[True, False], random=0, seed=6, listed="", pointwise=150)
+    assert_ran(ran, product)
+    assert min(ran.values()) == 600
+
+
 def assert_blocks_ran(ran: dict[str, int]) -> None:
     assert len(ran) == 2 * (_library.library().cs_best_isa() + 1)
     assert min(ran.values()) > 20
@@ -74,6 +83,17 @@ def assert_blocks_ran(ran: dict[str, int]) -> None:
 def test_no_byte_beside_a_blocks_operands_is_touched(current):
     environment = {"CONVSELECT_LIBRARY": str(current)}
     assert_blocks_ran(_guarded.run(environment, blocks=True, sides=[True, False], random=80, seed=4))
+
+
+def assert_steps_ran(ran: dict[str, int]) -> None:
+    assert len(ran) == 7 * (_library.library().cs_best_isa() + 1)
+    assert min(ran.values()) > 10
+
+
+@pytest.mark.sanitizer
+def test_no_byte_beside_a_steps_operands_is_touched(current):
+    environment = {"CONVSELECT_LIBRARY": str(current)}
+    assert_steps_ran(_guarded.run(environment, steps=True, sides=[True, False], random=80, seed=8))
 
 
 SPOTS = 2 * 3 * 4 * 2  # layouts, directions, dtypes, right and wrong
@@ -109,9 +129,16 @@ def sanitized(tmp_path_factory) -> dict[str, str]:
 @pytest.mark.sanitizer
 def test_sanitizers_have_nothing_to_say(sanitized):
     ran = _guarded.run(sanitized, kernels=list(ENTRIES), sides=[None], random=40, seed=2, listed="one layout")
-    assert_ran(ran, ENTRIES)
+    grouped = ["cs_grouped_frozen"]  # it takes few problems
+    assert_ran(ran, ENTRIES.keys() - grouped)
+    assert_ran(_guarded.run(sanitized, kernels=grouped, sides=[None], random=60, seed=1, listed=""), grouped)
+    product = ["cs_product_frozen"]
+    assert_ran(
+        _guarded.run(sanitized, kernels=product, sides=[None], random=0, seed=3, listed="", pointwise=60), product
+    )
     assert_blocks_ran(_guarded.run(sanitized, blocks=True, sides=[None], random=40, seed=5))
     assert len(_guarded.run(sanitized, spots=True, sides=[None], random=60, seed=7)) == SPOTS
+    assert_steps_ran(_guarded.run(sanitized, steps=True, sides=[None], random=80, seed=9))
 
 
 BUGS = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from _memory import peak_extra_bytes
+from activations import ACTIVATIONS, SLOPE
 from pairs import pairwise
 from problems import arranged, operands_of, random_operands, relative_error
 from tolerances import tolerance
@@ -95,6 +96,10 @@ BRANCHES = {
     "40 channels, 7x7 image": conv_problem(2, 40, 7, 7, 40, 3, 3, padding=1, groups=40),
     "33 channels, 7x7 kernel": conv_problem(1, 33, 14, 15, 33, 7, 7, padding=3, groups=33),
     "5x5, stride 2": conv_problem(2, 24, 14, 13, 24, 5, 5, padding=2, stride=2, groups=24),
+    "7x7 kernel, stride 2": conv_problem(1, 19, 13, 20, 19, 7, 7, padding=3, stride=2, groups=19),
+    "7x7 kernel, 7x7 image": conv_problem(2, 48, 7, 7, 48, 7, 7, padding=3, groups=48),
+    "5x5 kernel, 4x4 image": conv_problem(1, 21, 4, 4, 21, 5, 5, padding=2, groups=21),
+    "5x5, only padding at an end": conv_problem(1, 17, 5, 9, 17, 5, 5, padding=(2, 2, 7, 8), groups=17),
     "narrow image": conv_problem(2, 17, 9, 3, 17, 3, 3, padding=1, groups=17),
     "stride over kernel": conv_problem(2, 9, 15, 17, 9, 3, 1, padding=1, stride=(4, 5), groups=9),
     "stride over image": conv_problem(2, 20, 2, 34, 20, 3, 14, padding=(3, 10, 3, 12), stride=(3, 5), dilation=(1, 2),
@@ -120,6 +125,21 @@ def test_every_instruction_set(direction, layout, dtype, isa, nan_memory):
 
 @needs_library
 @pytest.mark.parametrize("isa", ISA_LEVELS)
+def test_images_that_are_read_in_place(isa, nan_memory):
+    """Float32 images in channels_last: the kernels that frozen layers run."""
+    seen = 0
+    for name, problem in {**AWKWARD, **BRANCHES}.items():
+        p = problem._replace(layout=CHANNELS_LAST)
+        seen += depthwise.packed_floats(p) is not None
+        operands = operands_of(p, *random_operands(p, "channels_last"))
+        want = Reference().run(*(t.double() for t in operands), p._replace(dtype="float64"))
+        got = _library.call("cs_depthwise", *operands, p, isa_level=isa)
+        assert relative_error(got, want) <= tolerance(ALGORITHM, p), name
+    assert seen >= 10
+
+
+@needs_library
+@pytest.mark.parametrize("isa", ISA_LEVELS)
 def test_weight_gradient_of_mixed_layouts(isa):
     p = BRANCHES["5x5, stride 2"]._replace(direction=Direction.BACKWARD_WEIGHT)
     x, _, grad_y = random_operands(p)
@@ -138,13 +158,10 @@ def test_epilogue(layout, dtype):
         x, weight, like_y = random_operands(p, layout)
         bias = torch.randn(p.K)
         y = Reference().forward(x.double(), weight.double(), p._replace(dtype="float64"))
-        cases = {
-            "relu": torch.relu(y + bias.double().view(1, -1, 1, 1) + like_y.double()),
-            "relu6": torch.clamp(y + bias.double().view(1, -1, 1, 1) + like_y.double(), 0, 6),
-            "silu": torch.nn.functional.silu(y + bias.double().view(1, -1, 1, 1) + like_y.double()),
-        }
-        for activation, want in cases.items():
-            got = _library.call("cs_depthwise", x, weight, p, bias=bias, residual=like_y, activation=activation)
+        y += bias.double().view(1, -1, 1, 1) + like_y.double()
+        for activation, function in ACTIVATIONS.items():
+            options = {"bias": bias, "residual": like_y, "activation": activation, "slope": SLOPE}
+            got, want = _library.call("cs_depthwise", x, weight, p, **options), function(y)
             assert relative_error(got, want) <= tolerance(ALGORITHM, p), (name, activation)
 
 

@@ -12,11 +12,13 @@ import sys
 import pytest
 import torch
 from _memory import peak_extra_bytes
+from activations import ACTIVATIONS, SLOPE
 from pairs import pairwise
 from problems import operands_of, random_operands, relative_error
 from tolerances import tolerance
 
 from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, STRIDED, ConvProblem, Direction, conv_problem
+from convselect.freeze.kernel import GROUPED, GROUPED_PACKED, packed_form
 from convselect.kernels import _library, grouped
 from convselect.kernels._contract import Grade
 from convselect.kernels.native import Native
@@ -130,11 +132,11 @@ def test_epilogue(isa_level, dtype, layout):
         bias = torch.randn(problem.K)
         residual = torch.randn(problem.y_shape).to(problem.torch_dtype)
         plain = expected(problem, operands)
-        for activation, added in itertools.product((None, "relu", "relu6", "silu"), (None, residual)):
+        for activation, added in itertools.product(ACTIVATIONS, (None, residual)):
             want = plain + bias.double().view(1, -1, 1, 1) + (0 if added is None else added.double())
-            want = want if activation is None else getattr(torch.nn.functional, activation)(want)
-            got = run(problem, operands, isa_level, bias=bias, residual=added, activation=activation)
-            assert relative_error(got, want) <= tolerance(ALGORITHM, problem)
+            options = {"bias": bias, "residual": added, "activation": activation, "slope": SLOPE}
+            got = run(problem, operands, isa_level, **options)
+            assert relative_error(got, ACTIVATIONS[activation](want)) <= tolerance(ALGORITHM, problem)
 
 
 @DIRECTIONS
@@ -166,6 +168,125 @@ def test_nonfinite_pixels_stay_in_their_window(direction, isa_level):
                 assert torch.equal(got.isnan() | want.isnan(), want.isnan()), name
                 assert got.isnan().any() or not want.isnan().any(), name
                 image[0, 5, row, column] = kept
+
+
+# ---- frozen weights -------------------------------------------------------------------------------------------------
+
+# Every kind of register tile of every instruction set: 1 to 8 vectors, whole and half ones, lanes to spare, two groups
+# at a time and one left over; tiles that meet one, several or only columns of padding; pixels copied together and not.
+FROZEN = {
+    **AWKWARD,
+    "24 channels": conv_problem(2, 72, 14, 15, 72, 3, 3, padding=1, groups=3),
+    "24 channels, stride 2": conv_problem(1, 48, 15, 14, 48, 3, 3, stride=2, padding=1, groups=2),
+    "32 channels, 7x7": conv_problem(1, 64, 7, 7, 64, 3, 3, padding=1, groups=2),
+    "40 channels": conv_problem(1, 80, 5, 13, 80, 3, 3, padding=1, groups=2),
+    "48 channels": conv_problem(1, 96, 6, 9, 96, 3, 3, padding=1, groups=2),
+    "56 channels": conv_problem(1, 112, 4, 8, 112, 3, 3, padding=1, groups=2),
+    "11 channels out": conv_problem(2, 10, 6, 9, 22, 3, 3, padding=1, groups=2),
+    "27 channels out": conv_problem(1, 14, 6, 9, 54, 3, 3, padding=1, groups=2),
+    "43 channels out": conv_problem(1, 6, 5, 6, 86, 3, 3, padding=1, groups=2),
+    "61 channels out": conv_problem(1, 10, 5, 6, 122, 3, 3, padding=1, groups=2),
+    "16 channels, 5 groups": conv_problem(1, 80, 7, 9, 80, 3, 3, padding=1, groups=5),
+    "8 channels, 5 groups, stride 2": conv_problem(2, 40, 9, 14, 40, 3, 3, stride=2, padding=1, groups=5),
+    "pixels 4 KiB apart": conv_problem(1, 1024, 5, 6, 1024, 3, 3, padding=1, groups=32),
+    "pixels 1 KiB apart": conv_problem(1, 256, 6, 7, 256, 3, 3, stride=2, padding=1, groups=32),
+    "padding on the right only": conv_problem(1, 48, 6, 9, 48, 3, 3, padding=(0, 1, 0, 4), groups=2),
+    "bands": conv_problem(1, 48, 120, 60, 48, 3, 3, stride=2, padding=1, groups=2),
+}
+
+
+def frozen(problem: ConvProblem, operands, isa_level: int, threads: int = 1, **epilogue) -> torch.Tensor | None:
+    """The result by `cs_grouped_frozen`; None if it does not take the problem."""
+    conv = _library._conv(problem, problem.layout, CONTIGUOUS, threads, isa_level)
+    size = _library._function("cs_grouped_packed_bytes", 0, 0, ctypes.c_int64)(ctypes.byref(conv))
+    if size < 0:
+        return None
+    x, weight = operands
+    packed = torch.full((size // 4,), float("nan"))
+    weight = weight.contiguous()
+    assert _library._function("cs_grouped_pack", 0, 2)(ctypes.byref(conv), weight.data_ptr(), packed.data_ptr()) == 0
+    out = torch.full(problem.y_shape, float("nan")).contiguous(memory_format=_library._FORMATS[problem.layout])
+    bias, residual, activation = (epilogue.get(name) for name in ("bias", "residual", "activation"))
+    structure = _library.Epilogue(
+        None if bias is None else bias.data_ptr(),
+        None if residual is None else residual.data_ptr(),
+        _library.ACTIVATIONS[activation],
+        0,
+    )
+    function = _library._function("cs_grouped_frozen", 0)
+    pointers = (x.data_ptr(), packed.data_ptr(), out.data_ptr(), ctypes.byref(structure) if epilogue else None)
+    assert function(ctypes.byref(conv), *pointers) == _library.OK
+    return out
+
+
+LAYOUTS = pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+
+
+@ISAS
+@LAYOUTS
+def test_a_packed_weight_gives_the_same_convolution(isa_level, layout):
+    ran = set()
+    for name, problem in FROZEN.items():
+        problem, operands = prepared(problem, layout)
+        want = expected(problem, operands)
+        got = frozen(problem, operands, isa_level)
+        if got is None:
+            continue
+        assert relative_error(got, want) <= tolerance(ALGORITHM, problem), name
+        for threads in (2, 7):
+            assert torch.equal(frozen(problem, operands, isa_level, threads), got), name
+        ran.add(name)
+    assert ran >= {name for name, p in FROZEN.items() if p.K // p.groups >= 8 and p.groups < p.C}
+
+
+@ISAS
+@LAYOUTS
+def test_epilogue_with_a_packed_weight(isa_level, layout):
+    for name in ("24 channels, stride 2", "27 channels out", "16 channels, 5 groups", "32 channels, 7x7"):
+        problem, operands = prepared(FROZEN[name], layout)
+        bias = torch.randn(problem.K)
+        residual = torch.randn(problem.y_shape).contiguous(memory_format=_library._FORMATS[problem.layout])
+        plain = expected(problem, operands)
+        for activation, added in itertools.product((None, "relu", "relu6", "silu"), (None, residual)):
+            want = plain + bias.double().view(1, -1, 1, 1) + (0 if added is None else added.double())
+            want = want if activation is None else getattr(torch.nn.functional, activation)(want)
+            got = frozen(problem, operands, isa_level, bias=bias, residual=added, activation=activation)
+            assert relative_error(got, want) <= tolerance(ALGORITHM, problem), (name, activation)
+
+
+@ISAS
+@LAYOUTS
+def test_nonfinite_pixels_stay_in_their_window_with_a_packed_weight(isa_level, layout):
+    for name in ("24 channels, stride 2", "16 channels, 5 groups", "32 channels, 7x7", "61 channels out"):
+        problem, (x, weight) = prepared(FROZEN[name], layout)
+        for row, column in itertools.product((0, x.shape[2] // 2, x.shape[2] - 1), (0, 3, -1)):
+            kept = x[0, 5, row, column].clone()
+            x[0, 5, row, column] = float("nan")
+            got, want = frozen(problem, (x, weight), isa_level), expected(problem, (x, weight))
+            assert torch.equal(got.isnan(), want.isnan()), name
+            x[0, 5, row, column] = kept
+
+
+def test_pack_and_its_refusals():
+    problem, (_, weight) = prepared(FROZEN["24 channels"])
+    assert grouped.pack(weight, problem).shape == (grouped.packed_floats(problem),)
+    for other in (weight[:-1], weight.double()):
+        with pytest.raises(ValueError, match="a weight"):
+            grouped.pack(other, problem)
+    for other in (
+        problem._replace(groups=1), problem._replace(groups=72), problem._replace(dtype="bfloat16"),
+        problem._replace(device="cuda"), problem._replace(layout=STRIDED), AWKWARD["one output channel"],
+    ):  # fmt: skip
+        assert grouped.packed_floats(other) is None
+        with pytest.raises(ValueError, match="a weight"):
+            grouped.pack(torch.empty(other.weight_shape), other)
+
+
+def test_a_frozen_layer_uses_the_packed_weight():
+    problem = FROZEN["24 channels"]
+    assert packed_form(GROUPED, problem) is GROUPED_PACKED
+    assert packed_form(GROUPED, problem._replace(dtype="bfloat16")) is GROUPED
+    assert packed_form(GROUPED, FROZEN["8 channels, small image"]) is GROUPED
 
 
 SHARED_OUT = (

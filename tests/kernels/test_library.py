@@ -19,6 +19,7 @@ from problems import PROBLEMS, operands_of, random_operands, relative_error
 from tolerances import FORWARD, WEIGHT_GRADIENT_FACTOR
 
 from convselect.base.problem import Direction, conv_problem, layout_of
+from convselect.freeze import pointwise, reduce
 from convselect.kernels import _library, _spot_check
 from convselect.kernels.pool import ALL
 from convselect.kernels.reference import Reference
@@ -140,28 +141,39 @@ def test_structs_are_as_the_header_has_them():
     structs = {
         "cs_conv": _library.Conv, "cs_epilogue": _library.Epilogue, "cs_block": _library.Block,
         "cs_layer": _library.Layer, "cs_input": _library.Input, "cs_spot": _spot_check.Spot,
-        "cs_found": _spot_check.Found,
+        "cs_found": _spot_check.Found, "cs_instruction": pointwise._Instruction,
+        "cs_pointwise_program": pointwise._Program, "cs_reduction": reduce._Reduction, "cs_pooling": reduce._Pooling,
+        "cs_joining": reduce._Joining,
     }  # fmt: skip
     for of, struct in structs.items():
         body = re.search(r"typedef struct \{([^}]*)\} " + of, re.sub(r"/\*.*?\*/", "", header, flags=re.DOTALL)).group(
             1
         )
         fields = []
-        for kind, names in re.findall(r"(int64_t|int32_t|double|const float|float|const void) ([^;]+);", body):
+        for kind, names in re.findall(
+            r"(int64_t|int32_t|double|const float|float|const int64_t|const cs_instruction|const void) ([^;]+);", body
+        ):
             numbers = {"int64_t": ctypes.c_int64, "int32_t": ctypes.c_int32, "double": ctypes.c_double}
-            size = numbers.get(kind, ctypes.c_void_p)
+            numbers["float"] = ctypes.c_float
+            size = ctypes.c_void_p if "*" in names else numbers[kind]
             for name in names.split(","):
                 plain, _, count = name.strip(" *]").partition("[")
+                count = re.sub(r"CS_POINTWISE_DIMS", str(pointwise.DIMS), count)
                 fields.append((plain, size * int(count) if count else size))
         assert fields == [tuple(field) for field in struct._fields_]
     for name, number in {
         **{f"CS_{name}": getattr(_library, name) for name in ("OK", "NO_MEMORY", "UNSUPPORTED", "NONFINITE")},
         "CS_FORWARD": 0, "CS_BACKWARD_DATA": 1, "CS_BACKWARD_WEIGHT": 2, "CS_F32": 0, "CS_BF16": 1, "CS_F16": 2,
         "CS_F64": 3,
-        "CS_CONTIGUOUS": 0, "CS_CHANNELS_LAST": 1, "CS_LINEAR": 0, "CS_RELU": 1, "CS_RELU6": 2, "CS_SILU": 3,
+        "CS_CONTIGUOUS": 0, "CS_CHANNELS_LAST": 1, "CS_LINEAR": 0,
+        **{f"CS_{name.upper()}": code for name, code in _library.ACTIVATIONS.items() if name},
+        **{f"CS_{name.upper()}": code for name, code in pointwise.CODES.items() if name != "pow"},
+        "CS_POWER": pointwise.CODES["pow"], "CS_ADD_RELU": pointwise._ADD_RELU, "CS_MUL_ADD": pointwise._MUL_ADD,
     }.items():  # fmt: skip
         assert re.search(rf"\b{name} = {number}\b", header), name
-    assert re.search(rf"#define CS_ABI {_library.ABI}\b", header)
+    for name, number in {"ABI": _library.ABI, "POINTWISE_DIMS": pointwise.DIMS, "POINTWISE_INPUTS": pointwise.INPUTS,
+                         "POINTWISE_REGISTERS": pointwise.REGISTERS}.items():  # fmt: skip
+        assert re.search(rf"#define CS_{name} {number}\b", header), name
 
 
 @needs_library
@@ -259,7 +271,7 @@ def test_what_does_not_match_the_problem_never_reaches_a_kernel(seen):
         with pytest.raises(ValueError, match="forward"):
             _library.call("any", *operands_of(p, x, weight, grad_y), p, activation="relu")
     with pytest.raises(KeyError):
-        _library.call("any", x, weight, SEEN, activation="tanh")
+        _library.call("any", x, weight, SEEN, activation="softmax")
     assert not seen.calls
 
 

@@ -14,7 +14,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define CS_ABI 6 /* raised with every change of a struct or a signature; the loader compares */
+#define CS_ABI 7 /* raised with every change of a struct or a signature; the loader compares */
 
 /* NONFINITE: done, but the result holds an infinity or a NaN that a transform may have spread to its neighbours. */
 enum { CS_OK = 0, CS_NO_MEMORY = 1, CS_UNSUPPORTED = 2, CS_NONFINITE = 3 };
@@ -22,7 +22,10 @@ enum { CS_FORWARD = 0, CS_BACKWARD_DATA = 1, CS_BACKWARD_WEIGHT = 2 };
 enum { CS_F32 = 0, CS_BF16 = 1, CS_F16 = 2, CS_F64 = 3 }; /* float64 only in a cs_spot */
 enum { CS_CONTIGUOUS = 0, CS_CHANNELS_LAST = 1 }; /* NCHW and NHWC order of dense tensors; a weight's KCRS and KRSC */
 enum { CS_ISA_BASE = 0, CS_ISA_AVX2 = 1, CS_ISA_AVX512 = 2 };
-enum { CS_LINEAR = 0, CS_RELU = 1, CS_RELU6 = 2, CS_SILU = 3 };
+enum {
+    CS_LINEAR = 0, CS_RELU = 1, CS_RELU6 = 2, CS_SILU = 3, CS_HARDSWISH = 4, CS_HARDSIGMOID = 5, CS_SIGMOID = 6,
+    CS_GELU = 7, CS_GELU_TANH = 8, CS_TANH = 9, CS_LEAKY_RELU = 10
+};
 
 /* All sizes in elements. Padding at the bottom and right follows from H, W, P, Q. */
 typedef struct {
@@ -53,19 +56,80 @@ typedef struct {
     const float *bias;    /* K values, always float32; NULL: none */
     const void *residual; /* a tensor like y in shape, dtype and layout; NULL: none */
     int32_t activation;
-    int32_t reserved;
+    float parameter; /* the slope of CS_LEAKY_RELU */
 } cs_epilogue;
 
 /* A depthwise convolution's neighbours in a block: y = pointwise(depthwise(pointwise(x))). */
 typedef struct {
-    const float *expand;      /* (D, C, 1, 1) packed by cs_direct_pack; NULL: none, and x is the depthwise one's */
+    const float *expand;      /* (D, C, 1, 1) packed by cs_product_pack; NULL: none, and x is the depthwise one's */
     const float *expand_bias; /* D values; NULL: none */
     const float *taps;        /* (D, 1, R, S) packed by cs_depthwise_pack */
     const float *taps_bias;   /* D values; NULL: none */
-    const float *project;     /* (K, D, 1, 1) packed by cs_direct_pack */
+    const float *project;     /* (K, D, 1, 1) packed by cs_product_pack */
     int64_t C, K;             /* channels of x and y */
     int32_t expand_activation, taps_activation;
+    float expand_parameter, taps_parameter; /* as in cs_epilogue */
 } cs_block;
+
+/* ---- steps between convolutions: float32 only -------------------------------------------------------------------- */
+
+/* What an instruction of a pointwise program does: one of the activations above, of a, or one of these. */
+enum {
+    CS_ADD = 16, CS_SUB = 17, CS_MUL = 18, CS_DIV = 19, CS_MIN = 20, CS_MAX = 21, /* of a and b */
+    CS_ADD_RELU = 22, /* relu(a + b) */
+    CS_MUL_ADD = 24,  /* a b + c */
+    CS_COPY = 32, CS_NEG = 33, CS_ABS = 34, CS_SQUARE = 35, CS_SQRT = 36, CS_RSQRT = 37, CS_RECIPROCAL = 38,
+    CS_EXP = 39, CS_LOG = 40, CS_SOFTPLUS = 41, CS_MISH = 42,
+    CS_ELU = 43,  /* below 0 p (e^a - 1) */
+    CS_CLAMP = 44, /* between p and q */
+    CS_POWER = 45 /* p a whole number, at most 64 in magnitude */
+};
+
+#define CS_POINTWISE_DIMS 4
+#define CS_POINTWISE_REGISTERS 16
+#define CS_POINTWISE_INPUTS 16
+
+/* Operands a, b and c: registers if not negative, else input -1 - a. The last instruction's result is the output. */
+typedef struct {
+    int32_t op, to, a, b, c, reserved;
+    float p, q; /* p: also the slope of CS_LEAKY_RELU */
+} cs_instruction;
+
+/* Sizes and strides in elements, the slowest dimension first. In the last the output's stride is 1, an input's 1 or 0;
+ * elsewhere strides are 0 or positive. An input may be the output's memory if its strides are the output's. */
+typedef struct {
+    int32_t isa, threads;
+    int64_t sizes[CS_POINTWISE_DIMS], strides[CS_POINTWISE_DIMS]; /* of the output */
+    const int64_t *input_strides; /* [inputs][CS_POINTWISE_DIMS] */
+    const cs_instruction *instructions;
+    int64_t inputs, instructions_count;
+} cs_pointwise_program;
+
+/* Of x (outer, reduced, inner), dense, statistics over the middle. */
+typedef struct {
+    int32_t isa, threads;
+    int64_t outer, reduced, inner;
+    const float *weight, *bias; /* of a layer norm, `reduced` values each; NULL: none */
+    float epsilon, reserved;
+} cs_reduction;
+
+/* A maximum (average 0) or mean over windows of R x S; x and y in the same layout. */
+typedef struct {
+    int32_t isa, threads;
+    int64_t N, C, H, W, R, S, P, Q;
+    int64_t stride_h, stride_w, pad_h, pad_w, dil_h, dil_w;
+    int64_t divisor; /* of means; 0: the number of pixels in the window */
+    int32_t layout, average;
+    int32_t counts_padding; /* whether these pixels include the padding */
+    int32_t reserved;
+} cs_pooling;
+
+/* Row by row: inputs with `sizes` floats each, from row to row `pitches` apart, one after the other. */
+typedef struct {
+    int32_t isa, threads;
+    int64_t rows, inputs, pitch; /* of the output */
+    const int64_t *sizes, *pitches;
+} cs_joining;
 
 /* What a spot check looks at: one convolution and a result of it, all of any strides (in elements, 0 included).
  * a, b and the result are a kernel's operands and result, in its order. */
@@ -105,6 +169,17 @@ CS_EXPORT int64_t cs_scratch_bytes(void);   /* what the calling thread keeps or 
 /* For noticing changes: whether each of these words has this value, and the sum of some words. */
 CS_EXPORT int32_t cs_same(const void *const *words, const uint64_t *values, int64_t count);
 CS_EXPORT uint64_t cs_sum(const void *words, int64_t count);
+/* One call of a function of this library whose parameters are pointers and integers. */
+typedef struct {
+    void *function;
+    int32_t arity;      /* how many arguments, at most 8 */
+    int32_t has_status; /* whether it returns one of the codes above; if not, it always succeeds */
+    int64_t arguments[8];
+} cs_step;
+
+/* Calls the steps from `first` on, in order. *next: the step that returned this code other than CS_OK; or where to go on,
+ * if that is less than `count`: the caller should look at signals first. */
+CS_EXPORT int32_t cs_run(const cs_step *steps, int64_t first, int64_t count, int64_t *next);
 /* y (N, C) = the mean over the pixels of x (N, pixels, C). */
 CS_EXPORT void cs_mean(const float *x, int64_t N, int64_t pixels, int64_t C, float *y);
 

@@ -31,10 +31,13 @@
     X(cs_depthwise_bytes, (const cs_conv *conv), (conv))              \
     X(cs_grouped_bytes, (const cs_conv *conv), (conv))                \
     X(cs_direct_packed_bytes, (const cs_conv *conv), (conv))          \
-    X(cs_depthwise_packed_bytes, (const cs_conv *conv), (conv))
+    X(cs_depthwise_packed_bytes, (const cs_conv *conv), (conv))       \
+    X(cs_product_packed_bytes, (const cs_conv *conv), (conv))         \
+    X(cs_grouped_packed_bytes, (const cs_conv *conv), (conv))
 
 /* Forward with a weight packed beforehand. A packed weight, of cs_direct_packed_bytes bytes, fits the weight's shape
- * and the groups, dtype, x_layout and isa it was packed for; sizes, strides and padding are free. */
+ * and the groups, dtype, x_layout and isa it was packed for; sizes, strides and padding are free. cs_direct_* with more
+ * than one tap: x_layout is free too, and x_layout and y_layout may differ. */
 #define CS_PACKED_KERNELS(X)                                                                                        \
     X(cs_direct_pack, (const cs_conv *conv, const void *weight, float *packed), (conv, weight, packed))             \
     X(cs_direct_frozen,                                                                                             \
@@ -42,6 +45,14 @@
       (conv, x, packed, y, epilogue))                                                                               \
     X(cs_depthwise_pack, (const cs_conv *conv, const void *weight, float *packed), (conv, weight, packed))          \
     X(cs_depthwise_frozen,                                                                                          \
+      (const cs_conv *conv, const void *x, const float *packed, void *y, const cs_epilogue *epilogue),              \
+      (conv, x, packed, y, epilogue))                                                                               \
+    X(cs_product_pack, (const cs_conv *conv, const void *weight, float *packed), (conv, weight, packed))            \
+    X(cs_product_frozen,                                                                                            \
+      (const cs_conv *conv, const void *x, const float *packed, void *y, const cs_epilogue *epilogue),              \
+      (conv, x, packed, y, epilogue))                                                                               \
+    X(cs_grouped_pack, (const cs_conv *conv, const void *weight, float *packed), (conv, weight, packed))            \
+    X(cs_grouped_frozen,                                                                                            \
       (const cs_conv *conv, const void *x, const float *packed, void *y, const cs_epilogue *epilogue),              \
       (conv, x, packed, y, epilogue))
 
@@ -53,6 +64,16 @@
 
 #define CS_BLOCK_QUERIES(X) X(cs_block_bytes, (const cs_conv *conv, const cs_block *block), (conv, block))
 
+/* Steps between convolutions. Their first parameter, `call`, starts with the instruction set. */
+#define CS_STEP_KERNELS(X)                                                                                          \
+    X(cs_pointwise, (const cs_pointwise_program *call, const float *const *inputs, float *output),                  \
+      (call, inputs, output))                                                                                       \
+    X(cs_mean_middle, (const cs_reduction *call, const float *x, float *y), (call, x, y))                           \
+    X(cs_layer_norm, (const cs_reduction *call, const float *x, float *y), (call, x, y))                            \
+    X(cs_softmax, (const cs_reduction *call, const float *x, float *y), (call, x, y))                               \
+    X(cs_pool, (const cs_pooling *call, const float *x, float *y), (call, x, y))                                    \
+    X(cs_join, (const cs_joining *call, const float *const *inputs, float *output), (call, inputs, output))
+
 #define CS_DECLARE_AS(type, name, parameters) \
     type name##_base parameters;              \
     type name##_avx2 parameters;              \
@@ -63,6 +84,7 @@ CS_KERNELS(CS_DECLARE)
 CS_QUERIES(CS_DECLARE_QUERY)
 CS_PACKED_KERNELS(CS_DECLARE)
 CS_BLOCK_KERNELS(CS_DECLARE)
+CS_STEP_KERNELS(CS_DECLARE)
 CS_BLOCK_QUERIES(CS_DECLARE_QUERY)
 CS_DECLARE(cs_network, (const cs_input *in, const float *x, const cs_layer *layers, int64_t count), )
 

@@ -185,6 +185,17 @@ CS_PACKED_KERNELS(CS_DEFINE)
 CS_BLOCK_KERNELS(CS_DEFINE)
 CS_BLOCK_QUERIES(CS_DEFINE_QUERY)
 
+#define CS_DEFINE_STEP(name, parameters, arguments)                                                                 \
+    CS_EXPORT int32_t name parameters;                                                                             \
+    int32_t name parameters {                                                                                      \
+        struct {                                                                                                   \
+            int32_t isa;                                                                                           \
+        } choice = {call->isa}, *conv = &choice; /* what CS_PICK looks at */                                       \
+        if (conv->isa < CS_ISA_BASE || conv->isa > best_isa) return CS_UNSUPPORTED;                                \
+        return CS_PICK(name) arguments;                                                                            \
+    }
+CS_STEP_KERNELS(CS_DEFINE_STEP)
+
 /* isa as in cs_conv. */
 CS_EXPORT int32_t cs_network(int32_t isa, const cs_input *in, const float *x, const cs_layer *layers, int64_t count);
 int32_t cs_network(int32_t isa, const cs_input *in, const float *x, const cs_layer *layers, int64_t count) {

@@ -1,0 +1,69 @@
+"""All rewritings of a graph, until none applies."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from torch import fx
+
+from convselect.freeze.algebra import spelling
+from convselect.freeze.algebra.activations import activations
+from convselect.freeze.algebra.bench import dead_code
+from convselect.freeze.algebra.branches import common_factors, parallel_layers
+from convselect.freeze.algebra.constants import is_mutation
+from convselect.freeze.algebra.folding import (
+    constants_together,
+    into_layer_before,
+    into_layers_after,
+    products_and_sums,
+)
+from convselect.freeze.algebra.norms import batch_norms
+from convselect.freeze.algebra.products import layers_in_a_row
+
+_ROUNDS = 12
+
+# What removes calls comes first: readers are counted.
+RULES: tuple[Callable[[fx.Graph], int], ...] = (
+    dead_code,
+    spelling.identities,
+    spelling.repeated_calls,
+    spelling.paddings,
+    spelling.linear_layers,
+    spelling.views_of_views,
+    spelling.image_means,
+    batch_norms,
+    products_and_sums,
+    activations,
+    into_layer_before,
+    parallel_layers,
+    common_factors,
+    into_layers_after,
+    layers_in_a_row,
+    constants_together,
+)
+
+
+def rewrite(graph: fx.Graph) -> dict[str, int]:
+    """Simplify a graph of ATen operators by identities of algebra, in place; how often each rule applied, by its name.
+
+    The graph is one that `make_fx` made of a functionalised forward in evaluation mode without gradients: parameters
+    and buffers are `get_attr` nodes, and `meta["val"]` of every value has its shape, strides and element type. Results
+    stay the same up to rounding, in shape, type and strides (but for dimensions of size 1). What is computed from
+    parameters and buffers alone becomes expressions in front of the graph (see `constants.Constants`); none is
+    evaluated. New nodes have a `meta["val"]` too, some of it on the meta device. A graph that writes to its arguments,
+    parameters or buffers stays as it is.
+
+    Raises:
+        ValueError: if a value has no `meta["val"]`.
+    """
+    counts: Counter[str] = Counter()
+    counts["views_in_place"] = spelling.views_in_place(graph)
+    if not any(is_mutation(node) for node in graph.nodes):
+        for _ in range(_ROUNDS):
+            applied = {rule.__name__: rule(graph) for rule in RULES}
+            counts.update(applied)
+            if not any(applied.values()):
+                break
+    graph.lint()
+    return {name: count for name, count in counts.items() if count}

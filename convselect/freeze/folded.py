@@ -1,0 +1,55 @@
+"""Values that a frozen forward computes from parameters alone, kept and computed again when these change."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, fx
+
+from convselect.freeze.algebra.constants import Constants
+from convselect.freeze.capture import Source, read
+
+
+def evaluated(*nodes: fx.Node) -> list[Tensor]:
+    """Expressions of constants, in new contiguous memory; computed in float64 if there is anything to compute."""
+    if all(node.op == "get_attr" for node in nodes):
+        return [read(node).clone(memory_format=torch.contiguous_format) for node in nodes]
+    return [value.clone(memory_format=torch.contiguous_format) for value in Constants(read).values(nodes)]
+
+
+def sources_of(*nodes: fx.Node | None) -> list[Source]:
+    """(dictionary, key) of every tensor that these expressions read."""
+    constants = Constants(read)
+    found = dict.fromkeys(source for node in nodes if node is not None for source in constants.sources(node))
+    return [source.meta["source"] for source in found]
+
+
+def is_finite(*tensors: Tensor | None) -> bool:
+    """By sums; one that overflows merely costs speed."""
+    floats = (t for t in tensors if t is not None and t.is_floating_point())
+    return all(math.isfinite(t.sum(dtype=torch.float64).item()) for t in floats)
+
+
+class FrozenConstant:
+    """An expression of constants. `value` is always the same memory."""
+
+    def __init__(self, node: fx.Node) -> None:
+        self.node = node
+        self.value = self._computed()
+        self.finite = is_finite(self.value)
+
+    def _computed(self) -> Tensor:
+        return evaluated(self.node)[0].to(self.node.meta["val"].dtype)
+
+    def sources(self) -> list[Source]:
+        return sources_of(self.node)
+
+    def refold(self) -> bool:
+        """Compute again, in place. False if shape or dtype changed."""
+        value = self._computed()
+        if value.shape != self.value.shape or value.dtype != self.value.dtype:
+            return False
+        self.value.copy_(value)
+        self.finite = is_finite(self.value)
+        return True

@@ -1,0 +1,296 @@
+"""Means, normalisation, softmax, pooling and concatenation by the C library (`csrc/reduce.inc`, `csrc/pool.inc`).
+
+Each function binds one call to the memory of its tensors, which are float32 on the CPU, and returns None if they are
+not, or their strides are not covered. Results are ATen's up to rounding, NaN and infinity included. The number of
+threads is that of PyTorch when a call is bound; it does not change results.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS
+from convselect.freeze.bound import Bound
+from convselect.freeze.pointwise import is_plain
+from convselect.kernels import _library
+
+Pair = int | Sequence[int]
+
+
+class _Reduction(ctypes.Structure):
+    """`cs_reduction` of csrc/convselect.h."""
+
+    _fields_ = (
+        ("isa", ctypes.c_int32), ("threads", ctypes.c_int32),
+        ("outer", ctypes.c_int64), ("reduced", ctypes.c_int64), ("inner", ctypes.c_int64),
+        ("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p),
+        ("epsilon", ctypes.c_float), ("reserved", ctypes.c_float),
+    )  # fmt: skip
+
+
+class _Pooling(ctypes.Structure):
+    """`cs_pooling` of csrc/convselect.h."""
+
+    _fields_ = (
+        ("isa", ctypes.c_int32), ("threads", ctypes.c_int32),
+        *((name, ctypes.c_int64) for name in (
+            "N", "C", "H", "W", "R", "S", "P", "Q", "stride_h", "stride_w", "pad_h", "pad_w", "dil_h", "dil_w",
+            "divisor",
+        )),
+        ("layout", ctypes.c_int32), ("average", ctypes.c_int32),
+        ("counts_padding", ctypes.c_int32), ("reserved", ctypes.c_int32),
+    )  # fmt: skip
+
+
+class _Joining(ctypes.Structure):
+    """`cs_joining` of csrc/convselect.h."""
+
+    _fields_ = (
+        ("isa", ctypes.c_int32), ("threads", ctypes.c_int32),
+        ("rows", ctypes.c_int64), ("inputs", ctypes.c_int64), ("pitch", ctypes.c_int64),
+        ("sizes", ctypes.c_void_p), ("pitches", ctypes.c_void_p),
+    )  # fmt: skip
+
+
+def mean(x: Tensor, out: Tensor, dim: Sequence[int] = (2, 3)) -> Bound | None:
+    """out = x.mean(dim, keepdim=True), with x dense in some order of its dimensions in which those of `dim` are
+    neighbours: the pixels of NCHW and NHWC images, the tokens of (N, tokens, C). `out` is dense in the same order; a
+    result without the kept dimensions may be given as well."""
+    reduced = {d % x.dim() for d in dim} if x.dim() else set()
+    kept = [1 if d in reduced else n for d, n in enumerate(x.shape)]
+    if not reduced or not _ready(x, out):
+        return None
+    without = [n for d, n in enumerate(x.shape) if d not in reduced]
+    if list(out.shape) == without:
+        for d in sorted(reduced):
+            out = out.unsqueeze(d)
+    if list(out.shape) != kept:
+        return None
+    call = _reduction(x, out, reduced)
+    return None if call is None else _bound("cs_mean_middle", call, x, out)
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out: Tensor, dim: int = -1
+) -> Bound | None:
+    """out = (x - mean) / sqrt(variance + eps) * weight + bias over one dimension: the last one as in
+    `torch.nn.functional.layer_norm`, or the channels of images in either layout (dim 1). x and out are dense in the
+    same order and may be the same memory; weight and bias are (x.shape[dim],) or None."""
+    affine = [t for t in (weight, bias) if t is not None]
+    if x.dim() == 0 or not _ready(x, out) or not all(is_plain(t) and t.is_contiguous() for t in affine):
+        return None
+    dim %= x.dim()
+    if any(t.shape != (x.shape[dim],) for t in affine) or not _alike(x, out):
+        return None
+    call = _reduction(x, None, {dim})
+    if call is None:
+        return None
+    call.weight, call.bias = (None if t is None else t.data_ptr() for t in (weight, bias))
+    call.epsilon = eps
+    return _bound("cs_layer_norm", call, x, out, weight, bias)
+
+
+def softmax(x: Tensor, out: Tensor) -> Bound | None:
+    """out = x.softmax(-1). x and out are contiguous and may be the same memory."""
+    if x.dim() == 0 or not _ready(x, out) or not x.is_contiguous() or not _alike(x, out):
+        return None
+    call = _reduction(x, None, {x.dim() - 1})
+    return None if call is None else _bound("cs_softmax", call, x, out)
+
+
+def max_pool(
+    x: Tensor,
+    out: Tensor,
+    kernel: Pair,
+    stride: Pair | None = None,
+    padding: Pair = 0,
+    dilation: Pair = 1,
+    ceil_mode: bool = False,
+) -> Bound | None:
+    """out = max_pool2d(x, ...), without indices. x (N, C, H, W) and out are dense in the same layout, NCHW or NHWC."""
+    call = _pooling(x, out, kernel, stride, padding, dilation, ceil_mode)
+    return None if call is None else _bound("cs_pool", call, x, out)
+
+
+def avg_pool(
+    x: Tensor,
+    out: Tensor,
+    kernel: Pair,
+    stride: Pair | None = None,
+    padding: Pair = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Bound | None:
+    """out = avg_pool2d(x, ...). x (N, C, H, W) and out are dense in the same layout, NCHW or NHWC."""
+    call = _pooling(x, out, kernel, stride, padding, 1, ceil_mode)
+    if call is None or divisor_override == 0:
+        return None
+    call.average, call.counts_padding, call.divisor = 1, count_include_pad, divisor_override or 0
+    return _bound("cs_pool", call, x, out)
+
+
+def concatenate(inputs: Sequence[Tensor], out: Tensor, dim: int) -> Bound | None:
+    """out = cat(inputs, dim). All are dense in the same order of dimensions, but for gaps between what an input, or
+    `out`, has of `dim` and of all that is faster: each may be a part of a larger tensor along `dim`."""
+    if out.dim() == 0 or not inputs or not all(is_plain(t) for t in (*inputs, out)) or out.numel() == 0:
+        return None
+    dim %= out.dim()
+    inputs = [t for t in inputs if t.numel() > 0]
+    rest = [n for d, n in enumerate(out.shape) if d != dim]
+    if any(t.dim() != out.dim() or [n for d, n in enumerate(t.shape) if d != dim] != rest for t in inputs):
+        return None
+    if sum(t.shape[dim] for t in inputs) != out.shape[dim] or any(shares_memory(t, out) for t in inputs):
+        return None
+    # The order is out's: dimensions of one element have no place in it, but for `dim`, which is as slow as it can be
+    # if its stride says nothing.
+    order = sorted(
+        (d for d in range(out.dim()) if out.shape[d] > 1 or d == dim), key=lambda d: (-out.stride()[d], d != dim)
+    )
+    runs = [_runs(t, order, dim) for t in (*inputs, out)]
+    if any(run is None for run in runs):
+        return None
+    rows, sizes, pitches = zip(*(run for run in runs if run is not None), strict=True)
+    if len(set(rows)) != 1:
+        return None
+    count = len(inputs)
+    all_sizes, all_pitches = (ctypes.c_int64 * count)(*sizes[:-1]), (ctypes.c_int64 * count)(*pitches[:-1])
+    pointers = (ctypes.c_void_p * count)(*(t.data_ptr() for t in inputs))
+    call = _Joining(
+        _library.isa(), torch.get_num_threads(), rows[0], count, pitches[-1],
+        ctypes.addressof(all_sizes), ctypes.addressof(all_pitches),
+    )  # fmt: skip
+    function = _function("cs_join")
+    arguments = (ctypes.addressof(call), ctypes.addressof(pointers), out.data_ptr())
+    return Bound(function, arguments, (call, all_sizes, all_pitches, pointers, inputs, out))
+
+
+# ---- shapes and strides ---------------------------------------------------------------------------------------------
+
+
+def _runs(t: Tensor, order: Sequence[int], dim: int) -> tuple[int, int, int] | None:
+    """(rows, floats of a row, floats from row to row): what `dim` and all faster dimensions hold lies in one run."""
+    place, step = order.index(dim), 1
+    for d in reversed(order[place:]):
+        if t.shape[d] > 1 and t.stride()[d] != step:
+            return None
+        step *= t.shape[d]
+    slower = [d for d in order[:place] if t.shape[d] > 1]
+    pitch = t.stride(slower[-1]) if slower else step
+    if pitch < step:
+        return None
+    expected, rows = pitch, 1
+    for d in reversed(slower):
+        if t.stride()[d] != expected:
+            return None
+        expected *= t.shape[d]
+        rows *= t.shape[d]
+    return rows, step, pitch
+
+
+def shares_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether one of two dense tensors reaches into the memory of the other."""
+    first, second = a.data_ptr(), b.data_ptr()
+    spans = [4 + 4 * sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) for t in (a, b)]
+    return first < second + spans[1] and second < first + spans[0]
+
+
+def _ready(x: Tensor, out: Tensor) -> bool:
+    return _library.available() and is_plain(x) and is_plain(out) and x.numel() > 0 and out.numel() > 0
+
+
+def _alike(x: Tensor, out: Tensor) -> bool:
+    """Whether both have the same shape and order; the same memory, or none in common."""
+    steps = [[s for n, s in zip(t.shape, t.stride(), strict=True) if n > 1] for t in (x, out)]
+    return (
+        x.shape == out.shape and steps[0] == steps[1] and (x.data_ptr() == out.data_ptr() or not shares_memory(x, out))
+    )
+
+
+def _reduction(x: Tensor, out: Tensor | None, reduced: set[int]) -> _Reduction | None:
+    """x, dense, as (outer, reduced, inner); None if the reduced dimensions are no neighbours, or `out` is in another
+    order."""
+    order = sorted((d for d in range(x.dim()) if x.shape[d] > 1), key=lambda d: -x.stride()[d])
+    step = 1
+    for d in reversed(order):
+        if x.stride()[d] != step:
+            return None
+        step *= x.shape[d]
+    places = [i for i, d in enumerate(order) if d in reduced]
+    if places and places[-1] - places[0] + 1 != len(places):
+        return None
+    split = [order[: places[0]], order[places[-1] + 1 :]] if places else [order, []]
+    if out is not None:
+        step = 1
+        for d in reversed(split[0] + split[1]):
+            if out.stride()[d] != step:
+                return None
+            step *= out.shape[d]
+        if shares_memory(x, out):
+            return None
+    outer, inner = (math.prod(x.shape[d] for d in dims) for dims in split)
+    return _Reduction(_library.isa(), torch.get_num_threads(), outer, x.numel() // (outer * inner), inner)
+
+
+def _layouts(t: Tensor) -> set[str]:
+    """The layouts in which this image is dense: both if it has one channel or one pixel."""
+    layouts = {CONTIGUOUS} if t.is_contiguous() else set()
+    return layouts | {CHANNELS_LAST} if t.is_contiguous(memory_format=torch.channels_last) else layouts
+
+
+def _pooling(
+    x: Tensor, out: Tensor, kernel: Pair, stride: Pair | None, padding: Pair, dilation: Pair, ceil_mode: bool
+) -> _Pooling | None:
+    if x.dim() != 4 or out.dim() != 4 or not _ready(x, out) or shares_memory(x, out):
+        return None
+    layouts = _layouts(x) & _layouts(out)
+    (R, S), (pad_h, pad_w), (dil_h, dil_w) = _pair(kernel), _pair(padding), _pair(dilation)
+    stride_h, stride_w = (R, S) if stride is None or stride == [] else _pair(stride)
+    if (
+        not layouts
+        or min(R, S, stride_h, stride_w, dil_h, dil_w) < 1
+        or not (0 <= 2 * pad_h <= R and 0 <= 2 * pad_w <= S)
+    ):
+        return None
+    N, C, H, W = x.shape
+    P = _pooled(H, R, stride_h, pad_h, dil_h, ceil_mode)
+    Q = _pooled(W, S, stride_w, pad_w, dil_w, ceil_mode)
+    if out.shape != (N, C, P, Q):
+        return None
+    layout = _library.LAYOUTS[CHANNELS_LAST if CHANNELS_LAST in layouts else CONTIGUOUS]
+    return _Pooling(
+        _library.isa(), torch.get_num_threads(), N, C, H, W, R, S, P, Q, stride_h, stride_w, pad_h, pad_w, dil_h,
+        dil_w, 0, layout,
+    )  # fmt: skip
+
+
+def _pooled(size: int, taps: int, stride: int, pad: int, dilation: int, ceil_mode: bool) -> int:
+    """PyTorch's rule: the last window starts within the image or its padding on the left."""
+    room = size + 2 * pad - dilation * (taps - 1) - 1 + (stride - 1 if ceil_mode else 0)
+    outputs = room // stride + 1
+    return outputs - 1 if ceil_mode and (outputs - 1) * stride >= size + pad else outputs
+
+
+def _pair(value: Pair) -> tuple[int, int]:
+    if isinstance(value, int):
+        return value, value
+    values = tuple(value)
+    return (values[0], values[0]) if len(values) == 1 else (values[0], values[1])
+
+
+def _function(name: str) -> Any:
+    loaded = _library.library()
+    assert loaded is not None
+    function = loaded[name]
+    function.argtypes, function.restype = (ctypes.c_void_p,) * 3, ctypes.c_int32
+    return function
+
+
+def _bound(name: str, call: ctypes.Structure, x: Tensor, out: Tensor, *others: Tensor | None) -> Bound:
+    return Bound(_function(name), (ctypes.addressof(call), x.data_ptr(), out.data_ptr()), (call, x, out, others))
