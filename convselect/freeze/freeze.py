@@ -21,6 +21,7 @@ from torch.nn.modules import module as _nn_module
 from convselect.aten.strides import in_functorch
 from convselect.base import settings as _settings
 from convselect.base.lru import LRU, Entry
+from convselect.base.warnings import warn_once
 from convselect.freeze import refusals
 from convselect.freeze.capture import Uncapturable, capture, why_not_captured
 from convselect.freeze.chains import Layer
@@ -420,15 +421,21 @@ class FrozenForward:
         assert self._registry is not None
         with torch.inference_mode(False), torch.no_grad():
             given = tuple(a.clone() if isinstance(a, Tensor) else a for a in args)
-            program = Program(capture(self.root, given), self._registry)
-            self._finite = self._registry.finite
-            tensors = tuple(a for a in given if isinstance(a, Tensor))
-            if not program.layers or not self._finite:
-                return Plan()
-            return make_plan(
-                program, tensors, result, lambda: self._original(*given), key[1], self._remembered, layouts, measure,
-                in_use,
-            )  # fmt: skip
+            captured = capture(self.root, given)
+            try:
+                program = Program(captured, self._registry)
+                self._finite = self._registry.finite
+                tensors = tuple(a for a in given if isinstance(a, Tensor))
+                if not program.layers or not self._finite:
+                    return Plan()
+                return make_plan(
+                    program, tensors, result, lambda: self._original(*given), key[1], self._remembered, layouts,
+                    measure, in_use,
+                )  # fmt: skip
+            except Exception as error:  # the model itself has just computed its result: a call must not fail now
+                text = f"planning raised {type(error).__name__}: {str(error) or 'no message':.200}"
+                warn_once(f"freeze:{type(self.root).__qualname__}", f"convselect: a frozen model runs in parts: {text}")
+                raise Uncapturable(text) from error
 
     def _fall_apart(self, why: str, args: tuple[Any, ...]) -> None:
         """Freeze what is inside, since the whole cannot be, and let it plan."""

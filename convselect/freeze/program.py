@@ -211,7 +211,7 @@ class Program:
             if dead:
                 lines.append(f"    del {', '.join(sorted(dead))}")
         leaves = [
-            f"{names[leaf]}.clone()" if isinstance(leaf, fx.Node) and leaf in fixed else _source(leaf, names, scope)
+            f"{names[leaf]}.clone()" if binding.is_overwritten(leaf) else _source(leaf, names, scope)
             for leaf in self.captured.results
         ]
         if self.captured.spec.is_leaf():
@@ -249,6 +249,10 @@ class _Binding:
                 base = self._base(node)
                 if base in self._taken and self._last.get(base, i) <= i:
                     self._free.append(self._taken.pop(base))
+
+    def is_overwritten(self, leaf: Any) -> bool:
+        """Whether this part of the result lies in memory that the next call writes to."""
+        return isinstance(leaf, fx.Node) and (leaf in self.fixed or self._base(leaf) in self.fixed)
 
     def _base(self, node: fx.Node) -> fx.Node:
         while node in self._walk.base:

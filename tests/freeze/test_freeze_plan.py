@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
 from networks import CONV, Residual, conv_bn, distance, eager, frozen_outputs, randomised, use_forced
 from torch import nn
+from torch.utils import _pytree as pytree
 
 import convselect
 from convselect.base.timing import Timing
+from convselect.freeze import freeze as freezing
 from convselect.freeze import layer as freeze_layer
 from convselect.freeze import plan
 from convselect.freeze.kernel import STEM
@@ -179,3 +183,42 @@ def test_an_expanded_input_of_a_pointwise_operation():
     x = torch.randn(1, 1, 9, 8).expand(2, 3, 9, 8)
     want, got, _ = frozen_outputs(model, x)
     assert distance(got, want) < CONV
+
+
+def test_a_fault_in_planning_costs_speed_and_no_more(monkeypatch):
+    """Whatever the reason: the parts are tried, and the result is the model's own."""
+    model = randomised(nn.Sequential(conv_bn(8, 8, activation=nn.ReLU()), conv_bn(8, 8)))
+    make = freezing.make_plan
+
+    def faulty(program, *rest):
+        if len(program.layers) > 1:
+            raise KeyError("relu_39")
+        return make(program, *rest)
+
+    monkeypatch.setattr(freezing, "make_plan", faulty)
+    x = torch.randn(1, 8, 12, 12)
+    with pytest.warns(UserWarning, match="relu_39"):
+        convselect.freeze(model, x)
+    report = convselect.summary(model)
+    assert report.frozen == ("0", "1")
+    assert "relu_39" in report.not_fused[""]
+    assert distance(model(x), eager(model, x)) < CONV
+
+
+def test_results_that_show_memory_of_the_plan_are_copies():
+    class Views(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(4, 8, 1)
+
+        def forward(self, x):
+            y = torch.sigmoid(self.conv(x)) * 2
+            return y.flatten(1), y.chunk(2, 1), y[:, 3], y.permute(0, 2, 3, 1)
+
+    model, x = randomised(Views()), torch.randn(2, 4, 5, 6)
+    convselect.freeze(model, x)
+    first = model(x)
+    kept = copy.deepcopy(first)
+    model(torch.randn(2, 4, 5, 6))
+    for got, want in zip(pytree.tree_leaves(first), pytree.tree_leaves(kept), strict=True):
+        assert torch.equal(got, want)
