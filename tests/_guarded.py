@@ -204,7 +204,7 @@ def pointwise_problems(seed: int, count: int) -> Iterator[ConvProblem]:
     """1x1 without padding: sizes around tiles and panels, rows that share a set of a cache, strides."""
     r = random.Random(seed)
     for _ in range(count):
-        C, K = (r.choice((1, 3, 8, 16, 20, 24, 33, 40, 56, 64, 100)) for _ in "CK")
+        C, K = (r.choice((1, 3, 8, 16, 20, 24, 33, 40, 56, 64, 100, 134, 200)) for _ in "CK")
         H, W = (1, r.randint(1, 60)) if r.random() < 0.3 else (r.randint(1, 9), r.randint(1, 9))
         stride = r.choice((1, 1, 2, (1, 3)))
         if r.random() < 0.1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,6 +28,7 @@ class Kernel(NamedTuple):
         pack: packs the weight; None if the kernel reads it as it is.
         label: name of the candidate, if it is not the algorithm's.
         takes: whether the kernel computes a problem that its algorithm computes; None: it does.
+        direct_sums: as `Algorithm.direct_sums`: False if its results are none, though those of its algorithm are.
     """
 
     algorithm: str
@@ -35,6 +37,7 @@ class Kernel(NamedTuple):
     pack: Callable[[Tensor, ConvProblem], Tensor] | None = None
     label: str | None = None
     takes: Callable[[ConvProblem], bool] | None = None
+    direct_sums: bool = True
 
     def pack_key(self, problem: ConvProblem) -> Hashable:
         return (self.name, problem.layout, problem.dtype, problem.threads)
@@ -44,6 +47,10 @@ DIRECT = Kernel("direct", "cs_direct_frozen", (), direct.pack)
 # For the first layer of a network in NHWC: it reads an image in NCHW where it lies.
 STEM = Kernel("direct", "cs_direct_frozen", (), direct.pack, "direct_from_nchw", direct.reads_other_layouts)
 PRODUCT = Kernel("direct", "cs_product_frozen", (), _product.pack, "product", _product.takes)
+STRASSEN = Kernel(
+    "direct", "cs_strassen_frozen", (), functools.partial(_product.pack, kernel="strassen"), "strassen",
+    functools.partial(_product.takes, kernel="strassen"), False,
+)  # fmt: skip
 DEPTHWISE = Kernel("depthwise", "cs_depthwise")
 DEPTHWISE_PACKED = Kernel("depthwise", "cs_depthwise_frozen", (), depthwise.pack)
 GROUPED = Kernel("grouped", "cs_grouped")
@@ -54,6 +61,7 @@ KERNELS = (
     GROUPED,
     DIRECT,
     PRODUCT,
+    STRASSEN,
 )
 
 

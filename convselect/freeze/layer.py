@@ -194,6 +194,8 @@ class FrozenLayer(ABC):
             algorithm = BY_NAME[kernel.algorithm]
             if not admitted(algorithm, problem, settings) or (kernel.takes is not None and not kernel.takes(problem)):
                 continue
+            if not kernel.direct_sums and settings.precision == "exact":
+                continue
             grade = algorithm.error_grade(problem)
             kernel = packed_form(kernel, problem)
             key = None if kernel.pack is None else kernel.pack_key(problem)

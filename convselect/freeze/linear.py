@@ -13,7 +13,7 @@ from torch import Tensor
 from convselect.base.problem import CHANNELS_LAST, DTYPE_NAMES, ConvProblem, Direction
 from convselect.base.settings import Settings
 from convselect.freeze.candidates import Candidate, Form, onednn_takes
-from convselect.freeze.kernel import DIRECT, PRODUCT
+from convselect.freeze.kernel import DIRECT, PRODUCT, STRASSEN
 from convselect.freeze.layer import FrozenLayer
 from convselect.kernels._contract import Grade
 
@@ -49,7 +49,7 @@ class FrozenLinear(FrozenLayer):
             Form(shape, torch.empty(shape, device="meta").stride(), x.dtype, torch.contiguous_format)
             for shape in (x.shape, y_shape)
         )
-        return found + self.kernel_candidates((PRODUCT, DIRECT), problem, settings, x_form, y_form)
+        return found + self.kernel_candidates((PRODUCT, STRASSEN, DIRECT), problem, settings, x_form, y_form)
 
     def _onednn(self, problem: ConvProblem) -> Candidate:
         """oneDNN with its weight reordered once; a residual or an activation is its post-operation."""

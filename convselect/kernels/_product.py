@@ -1,8 +1,10 @@
-"""1x1 convolutions and linear layers on weights that are packed beforehand, in C: `csrc/product.inc`. NHWC, float32.
+"""1x1 convolutions and linear layers on weights that are packed beforehand, in C. NHWC, float32.
 
     y[m, k] = activation(bias[k] + sum over c of x[m, c] w[k, c] + residual[m, k]),  m an output pixel
 
-Frozen layers alone call it. It computes what `direct` computes, to the same bits, and is subject to the same budgets.
+Frozen layers alone call it. Kernels: "product", `csrc/product.inc`, computes what `direct` computes, to the same bits,
+and is subject to the same budgets. "strassen", `csrc/strassen.inc`, does so with seven products in place of eight: no
+direct sum, within the same bound of relative L2 errors.
 """
 
 from __future__ import annotations
@@ -19,38 +21,39 @@ from convselect.kernels import _library
 
 
 @functools.lru_cache(maxsize=4096)
-def _frozen(problem: ConvProblem, threads: int, isa: int) -> tuple[Any, int | None]:
+def _frozen(kernel: str, problem: ConvProblem, threads: int, isa: int) -> tuple[Any, int | None]:
     """The struct for the kernel, and the number of floats in a packed weight, None if the kernel does not apply."""
     p = problem.with_direction(Direction.FORWARD)
     if p.device != "cpu" or p.dtype != "float32" or p.layout != CHANNELS_LAST or not _library.available():
         return None, None
     conv = ctypes.byref(_library._conv(p, CHANNELS_LAST, CONTIGUOUS, threads, isa))
-    size = _library._function("cs_product_packed_bytes", 0, 0, ctypes.c_int64)(conv)
+    size = _library._function(f"cs_{kernel}_packed_bytes", 0, 0, ctypes.c_int64)(conv)
     return conv, None if size < 0 else int(size) // 4
 
 
-def takes(problem: ConvProblem) -> bool:
-    """Whether the kernel computes this problem: 1x1, one group, no padding, any stride; float32 in channels_last."""
-    return _frozen(problem, problem.threads, _library.isa() if _library.available() else 0)[1] is not None
+def takes(problem: ConvProblem, kernel: str = "product") -> bool:
+    """Whether the kernel computes this problem: 1x1, one group, no padding, any stride; float32 in channels_last.
+    "strassen" needs an even number of input channels and at least 64 output channels."""
+    return _frozen(kernel, problem, problem.threads, _library.isa() if _library.available() else 0)[1] is not None
 
 
-def pack(weight: Tensor, problem: ConvProblem, isa_level: int | None = None) -> Tensor:
+def pack(weight: Tensor, problem: ConvProblem, isa_level: int | None = None, kernel: str = "product") -> Tensor:
     """The weight (K, C, 1, 1) in the order that `forward_packed` reads; it fits every problem with this weight's shape
     on this instruction set.
 
     Returns:
-        float32, one-dimensional; up to 15 output channels longer than the weight.
+        float32, one-dimensional; up to 15 output channels longer than the weight, or of 7/4 of its size.
 
     Raises:
         ValueError: if the kernel does not apply, or the weight's shape, dtype or device is not the problem's.
     """
     level = _library.isa() if isa_level is None else isa_level
-    conv, floats = _frozen(problem, torch.get_num_threads(), level)
+    conv, floats = _frozen(kernel, problem, torch.get_num_threads(), level)
     if floats is None or weight.shape != problem.weight_shape or weight.dtype != torch.float32 or not weight.is_cpu:
         raise ValueError(f"a weight {weight.dtype} {tuple(weight.shape)} for {problem}")
     packed = torch.empty(floats, dtype=torch.float32, device="cpu")
     weight = weight.resolve_neg().contiguous()
-    status = _library._function("cs_product_pack", 0, 2)(conv, weight.data_ptr(), packed.data_ptr())
+    status = _library._function(f"cs_{kernel}_pack", 0, 2)(conv, weight.data_ptr(), packed.data_ptr())
     assert status == _library.OK
     return packed
 
@@ -64,8 +67,9 @@ def forward_packed(
     activation: str | None = None,
     isa_level: int | None = None,
     slope: float = 0.01,
+    kernel: str = "product",
 ) -> Tensor:
-    """activation(y + bias + residual) in channels_last, with a weight from `pack` at the same `isa_level`.
+    """activation(y + bias + residual) in channels_last, with what `pack` made for the same kernel and `isa_level`.
 
     Args:
         x: (N, C, H, W), any strides.
@@ -74,11 +78,12 @@ def forward_packed(
         activation: a key of `_library.ACTIVATIONS`; `slope` is leaky_relu's.
 
     Raises:
+        FloatingPointError: if x holds an infinity or a NaN and "strassen" might spread it.
         MemoryError: if scratch memory is not available.
         ValueError: if the kernel does not apply, or a tensor does not have the problem's shape or dtype.
     """
     p, last = problem, torch.channels_last
-    conv, floats = _frozen(p, torch.get_num_threads(), _library.isa() if isa_level is None else isa_level)
+    conv, floats = _frozen(kernel, p, torch.get_num_threads(), _library.isa() if isa_level is None else isa_level)
     shapes = ((packed, (floats,)), (x, p.x_shape), (bias, (p.K,)), (residual, p.y_shape))
     for given, shape in shapes:
         if given is not None and (given.shape != shape or given.dtype != torch.float32 or not given.is_cpu):
@@ -89,7 +94,10 @@ def forward_packed(
     y = torch.empty(p.y_shape, dtype=torch.float32, device="cpu", memory_format=last)
     pointers = (None if t is None else t.data_ptr() for t in (bias, residual))
     epilogue = ctypes.byref(_library.Epilogue(*pointers, _library.ACTIVATIONS[activation], slope))
-    frozen = _library._function("cs_product_frozen", 0)
-    if frozen(conv, x.data_ptr(), packed.data_ptr(), y.data_ptr(), epilogue) != _library.OK:
-        raise MemoryError(f"product: no scratch memory for {p}")
+    frozen = _library._function(f"cs_{kernel}_frozen", 0)
+    status = frozen(conv, x.data_ptr(), packed.data_ptr(), y.data_ptr(), epilogue)
+    if status == _library.NONFINITE:
+        raise FloatingPointError(f"{kernel}: x is not finite")
+    if status != _library.OK:
+        raise MemoryError(f"{kernel}: no scratch memory for {p}")
     return y

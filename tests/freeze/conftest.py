@@ -10,7 +10,7 @@ from convselect.freeze import layer as freeze_layer
 from convselect.freeze import plan, residual
 from convselect.store import process
 
-KERNELS = ("winograd4", "winograd6", "winograd2", "depthwise", "grouped", "product", "direct")
+KERNELS = ("winograd4", "winograd6", "winograd2", "depthwise", "grouped", "strassen", "product", "direct")
 PREFERENCES = {
     "nchw kernels": (CONTIGUOUS, (*KERNELS, "onednn_packed")),
     "nhwc kernels": (CHANNELS_LAST, (*KERNELS, "onednn_packed")),

@@ -44,6 +44,10 @@ def current(tmp_path_factory) -> Path:
     return current_library(tmp_path_factory.mktemp("current"))
 
 
+STRASSEN = "cs_strassen_frozen"  # it takes few of the listed problems
+PRODUCTS = ["cs_product_frozen", STRASSEN]
+
+
 def assert_ran(ran: dict[str, int], names: Iterable[str]) -> None:
     """Every kernel ran in some direction, and at every instruction set alike."""
     for name in names:
@@ -62,16 +66,16 @@ def test_no_byte_beside_an_operand_or_result_is_touched(current):
     """All in one process: what a result should be takes as long to compute as a kernel's share of the calls."""
     environment = {"CONVSELECT_LIBRARY": str(current)}
     ran = _guarded.run(environment, kernels=list(ENTRIES), sides=[True, False], random=60, seed=1, listed="all layouts")
-    assert_ran(ran, ENTRIES)
+    assert_ran(ran, ENTRIES.keys() - {STRASSEN})
 
 
 @pytest.mark.sanitizer
 def test_no_byte_beside_a_products_operands_is_touched(current):
     environment = {"CONVSELECT_LIBRARY": str(current)}
-    product = ["cs_product_frozen"]
-    ran = _guarded.run(environment, kernels=product, sides=[True, False], random=0, seed=6, listed="", pointwise=150)
-    assert_ran(ran, product)
-    assert min(ran.values()) == 600
+    ran = _guarded.run(environment, kernels=PRODUCTS, sides=[True, False], random=0, seed=6, listed="", pointwise=150)
+    assert_ran(ran, PRODUCTS)
+    assert max(ran.values()) == 600
+    assert min(ran.values()) > 40
 
 
 def assert_blocks_ran(ran: dict[str, int]) -> None:
@@ -130,11 +134,10 @@ def sanitized(tmp_path_factory) -> dict[str, str]:
 def test_sanitizers_have_nothing_to_say(sanitized):
     ran = _guarded.run(sanitized, kernels=list(ENTRIES), sides=[None], random=40, seed=2, listed="one layout")
     grouped = ["cs_grouped_frozen"]  # it takes few problems
-    assert_ran(ran, ENTRIES.keys() - grouped)
+    assert_ran(ran, ENTRIES.keys() - grouped - {STRASSEN})
     assert_ran(_guarded.run(sanitized, kernels=grouped, sides=[None], random=60, seed=1, listed=""), grouped)
-    product = ["cs_product_frozen"]
     assert_ran(
-        _guarded.run(sanitized, kernels=product, sides=[None], random=0, seed=3, listed="", pointwise=60), product
+        _guarded.run(sanitized, kernels=PRODUCTS, sides=[None], random=0, seed=3, listed="", pointwise=60), PRODUCTS
     )
     assert_blocks_ran(_guarded.run(sanitized, blocks=True, sides=[None], random=40, seed=5))
     assert len(_guarded.run(sanitized, spots=True, sides=[None], random=60, seed=7)) == SPOTS

@@ -33,6 +33,7 @@
     X(cs_direct_packed_bytes, (const cs_conv *conv), (conv))          \
     X(cs_depthwise_packed_bytes, (const cs_conv *conv), (conv))       \
     X(cs_product_packed_bytes, (const cs_conv *conv), (conv))         \
+    X(cs_strassen_packed_bytes, (const cs_conv *conv), (conv))        \
     X(cs_grouped_packed_bytes, (const cs_conv *conv), (conv))
 
 /* Forward with a weight packed beforehand. A packed weight, of cs_direct_packed_bytes bytes, fits the weight's shape
@@ -49,6 +50,10 @@
       (conv, x, packed, y, epilogue))                                                                               \
     X(cs_product_pack, (const cs_conv *conv, const void *weight, float *packed), (conv, weight, packed))            \
     X(cs_product_frozen,                                                                                            \
+      (const cs_conv *conv, const void *x, const float *packed, void *y, const cs_epilogue *epilogue),              \
+      (conv, x, packed, y, epilogue))                                                                               \
+    X(cs_strassen_pack, (const cs_conv *conv, const void *weight, float *packed), (conv, weight, packed))           \
+    X(cs_strassen_frozen,                                                                                           \
       (const cs_conv *conv, const void *x, const float *packed, void *y, const cs_epilogue *epilogue),              \
       (conv, x, packed, y, epilogue))                                                                               \
     X(cs_grouped_pack, (const cs_conv *conv, const void *weight, float *packed), (conv, weight, packed))            \
