@@ -18,6 +18,7 @@ RESULTS = Path(__file__).parent / "results"
 TIMES = RESULTS / "times-cpu-x86-avx512-c.csv.gz"
 KERNELS = RESULTS / "kernels-avx512-1-thread.json"
 NETWORKS = RESULTS / "networks-avx512-1-thread.json"
+TIMM = {"AVX-512": "timm-avx512-1-thread.json", "AVX2": "timm-avx2-1-thread.json"}
 DIRECTIONS = {"forward": "forward", "backward_data": "grad-input", "backward_weight": "grad-weight"}
 GROUPS = {
     "native": "native",
@@ -203,31 +204,39 @@ def networks_table(networks: Mapping[str, Any]) -> str:
     return table(("network", *header, "frozen / best rival"), rows)
 
 
+def timm_ratios(run: Mapping[str, Any], threads: int = 1) -> dict[str, dict[str, float]]:
+    """Network -> "onnxruntime", "openvino" and "frozen" over eager PyTorch, and "best", frozen over the faster rival.
+
+    Args:
+        run: what `python -m benchmarks.timm_networks` wrote. Networks in which a side is wrong or failed are left out.
+    """
+    found: dict[str, dict[str, float]] = {}
+    for r in run["results"]:
+        sides, over = r["over_eager"], r["frozen_over"]
+        rivals = [side for side in ("onnxruntime", "openvino") if side in over]
+        if (r["mode"], r["threads"]) == ("inference", threads) and "frozen" in sides and rivals:
+            found[r["network"]] = {side: float(sides[side][0]) for side in (*rivals, "frozen")}
+            found[r["network"]]["best"] = min(float(over[side][0]) for side in rivals)
+    return dict(sorted(found.items(), key=lambda item: item[1]["best"]))
+
+
 def timm_table(measured: Mapping[str, Mapping[str, Any]], threads: int = 1) -> str:
-    """`measured`: instruction set -> what `python -m benchmarks.timm_networks` wrote. Networks that not every run has
-    are left out."""
-    of_isa = {
-        isa: {r["network"]: r for r in run["results"] if (r["mode"], r["threads"]) == ("inference", threads)}
-        for isa, run in measured.items()
-    }
-    shared = [name for name in next(iter(of_isa.values())) if all(name in found for found in of_isa.values())]
-    rivals = ("onnxruntime", "openvino")
+    """`measured`: instruction set -> what `python -m benchmarks.timm_networks` wrote."""
+    of_isa = {isa: timm_ratios(run, threads) for isa, run in measured.items()}
+    networks = list(dict.fromkeys(network for found in of_isa.values() for network in found))
+    sides = ("onnxruntime", "openvino", "frozen")
 
-    def over_eager(r: Mapping[str, Any], side: str) -> float:
-        return float(r["over_eager"][side][0]) if side in r["over_eager"] else math.nan
-
-    def over_best(r: Mapping[str, Any]) -> float:
-        return min((ratio[0] for ratio in r["frozen_over"].values()), default=math.nan)
-
-    def cells(results: Sequence[Mapping[str, Any]]) -> list[str]:
-        sides = (*rivals, "frozen")
-        values = [geometric_mean([over_eager(r, side) for r in results]) for side in sides]
-        best = geometric_mean([over_best(r) for r in results])
-        return [" / ".join("-" if math.isnan(v) else f"{v:.2f}" for v in values), f"{best:.2f}"]
+    def cells(of: Sequence[Mapping[str, float]]) -> list[str]:
+        means = {side: [r[side] for r in of if side in r] for side in (*sides, "best")}
+        shown = {side: f"{geometric_mean(values):.2f}" if values else "-" for side, values in means.items()}
+        return [" / ".join(shown[side] for side in sides), shown["best"]]
 
     header = [part for isa in of_isa for part in (f"{isa}: ONNX Runtime / OpenVINO / frozen", "frozen / best rival")]
-    rows = [[name, *(cell for found in of_isa.values() for cell in cells([found[name]]))] for name in shared]
-    whole = [cell for found in of_isa.values() for cell in cells([found[name] for name in shared])]
+    rows = [
+        [name, *(cell for found in of_isa.values() for cell in cells([found[name]] if name in found else []))]
+        for name in networks
+    ]
+    whole = [cell for found in of_isa.values() for cell in cells(list(found.values()))]
     return table(("network", *header), [*rows, ["geometric mean", *whole]])
 
 
@@ -331,6 +340,7 @@ def tables() -> dict[str, str]:
         "classes": classes_table(read(KERNELS.name)),
         "demo": demo_table(demos),
         "networks": networks_table(read(NETWORKS.name)),
+        "timm": timm_table({title: read(name) for title, name in TIMM.items()}),
         "policies": policies_table(read("policies-avx512-1-thread.json")),
         "trials": trials_table(verified),
         "compile": compile_table(read("compile-avx512-1-thread.json")),

@@ -14,7 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks._tables import CLASSES, DIRECTIONS, GROUPS, KERNELS, NETWORKS, TIMES, TITLES, best_times, shares, tables
+from benchmarks._tables import (
+    CLASSES, DIRECTIONS, GROUPS, KERNELS, NETWORKS, RESULTS, TIMES, TIMM, TITLES, best_times, shares, tables, timm_ratios,
+)  # fmt: skip
 from convselect.measure.rows import read_rows
 
 FIGURES = Path(__file__).parents[1] / "docs" / "figures"
@@ -114,6 +116,29 @@ def draw_networks(networks: Mapping[str, Any], path: Path) -> None:
     _save(figure, path)
 
 
+def draw_timm(run: Mapping[str, Any], path: Path) -> None:
+    """Networks of timm, frozen and in other runtimes, over eager PyTorch: dots, in the order of frozen over the best."""
+    found = timm_ratios(run)
+    figure, axes = _axes(0.8 + 0.17 * len(found))
+    sides = {"onnxruntime": ("ONNX Runtime", INK[2]), "openvino": ("OpenVINO", INK[3]), "frozen": ("frozen", INK[4])}
+    for i, of in enumerate(found.values()):
+        axes.plot([min(of[s] for s in sides if s in of), of["frozen"]], [i, i], color=INK[1], linewidth=1, zorder=1)
+    for side, (title, colour) in sides.items():
+        places = [(of[side], i) for i, of in enumerate(found.values()) if side in of]
+        axes.scatter(*zip(*places, strict=True), color=colour, s=18, label=title, zorder=2)
+    axes.set_xscale("log")
+    ticks = (1, 1.5, 2, 3, 4, 6, 8, 12)
+    axes.set_xticks(ticks, map(str, ticks))
+    axes.minorticks_off()
+    axes.set_yticks(range(len(found)), [f"{name}  {of['best']:.2f}" for name, of in found.items()], fontsize=7)
+    axes.invert_yaxis()
+    axes.grid(axis="x", alpha=0.3)
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.set(xlabel="times eager PyTorch, NCHW; beside each name: frozen over the faster of the two others")
+    axes.legend(frameon=False, loc="lower right")
+    _save(figure, path)
+
+
 def main() -> None:
     times = best_times(read_rows(TIMES))
     kernels, networks = json.loads(KERNELS.read_text()), json.loads(NETWORKS.read_text())
@@ -121,6 +146,7 @@ def main() -> None:
     draw_shares(shares(times), FIGURES / "winners.svg")
     draw_classes(kernels, FIGURES / "classes.svg")
     draw_networks(networks, FIGURES / "networks.svg")
+    draw_timm(json.loads((RESULTS / TIMM["AVX-512"]).read_text()), FIGURES / "timm.svg")
     for name, text in tables().items():
         print(f"{name}\n\n{text}\n")
 

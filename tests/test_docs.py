@@ -280,7 +280,7 @@ def test_every_algorithm_has_its_place():
 def test_tables_of_figures_are_those_of_the_results():
     pages = [(ROOT / "docs" / name).read_text() for name in ("algorithms.md", "results.md")]
     found = _tables.tables()
-    assert len(found) == 9
+    assert len(found) == 10
     for name, text in found.items():
         assert any(text in page for page in pages), (
             f"the table {name} is not as `python -m benchmarks.figures` prints it"
@@ -305,9 +305,10 @@ def test_figures_are_drawn(tmp_path):
     figures.draw_shares({"1x1": {"native": 0.5, "Winograd": 0.5}}, tmp_path / "shares.svg")
     figures.draw_classes(json.loads(_tables.KERNELS.read_text()), tmp_path / "classes.svg")
     figures.draw_networks(json.loads(_tables.NETWORKS.read_text()), tmp_path / "networks.svg")
-    for name in ("shares", "classes", "networks"):
+    figures.draw_timm(json.loads((_tables.RESULTS / _tables.TIMM["AVX2"]).read_text()), tmp_path / "timm.svg")
+    for name in ("shares", "classes", "networks", "timm"):
         assert (tmp_path / f"{name}.svg").read_text().startswith("<?xml")
-    assert {p.name for p in figures.FIGURES.glob("*.svg")} == {"winners.svg", "classes.svg", "networks.svg"}
+    assert {p.name for p in figures.FIGURES.glob("*.svg")} == {"winners.svg", "classes.svg", "networks.svg", "timm.svg"}
 
 
 def test_the_first_table_of_the_readme_is_that_of_the_demo():

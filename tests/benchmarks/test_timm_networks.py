@@ -259,9 +259,10 @@ def test_the_table_of_the_pages():
     runs = {isa: {"results": [asdict(r) for r in of]} for isa, of in (("A", [a, b, slow]), ("B", [b]))}
     header, _, *rows = _tables.timm_table(runs).splitlines()
     assert header.count("frozen / best rival") == 2
-    assert rows == [  # what only one run has is left out; OpenVINO is not there
+    assert rows == [  # the worst first; OpenVINO is not there, and only one run has a
+        "| a | 4.00 / - / 2.00 | 0.50 | - / - / - | - |",
         "| b | 4.00 / - / 8.00 | 2.00 | 4.00 / - / 8.00 | 2.00 |",
-        "| geometric mean | 4.00 / - / 8.00 | 2.00 | 4.00 / - / 8.00 | 2.00 |",
+        "| geometric mean | 4.00 / - / 4.00 | 1.00 | 4.00 / - / 8.00 | 2.00 |",
     ]
     *_, mean = _tables.timm_table({"A": runs["A"]}).splitlines()
     assert mean == "| geometric mean | 4.00 / - / 4.00 | 1.00 |"
