@@ -14,9 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks._tables import (
-    CLASSES, DIRECTIONS, GROUPS, KERNELS, NETWORKS, RESULTS, TIMES, TIMM, TITLES, best_times, shares, tables, timm_ratios,
-)  # fmt: skip
+from benchmarks import _tables
+from benchmarks._tables import CLASSES, DIRECTIONS, GROUPS, KERNELS, NETWORKS, TIMES, TITLES, best_times, shares, tables
 from convselect.measure.rows import read_rows
 
 FIGURES = Path(__file__).parents[1] / "docs" / "figures"
@@ -117,8 +116,8 @@ def draw_networks(networks: Mapping[str, Any], path: Path) -> None:
 
 
 def draw_timm(run: Mapping[str, Any], path: Path) -> None:
-    """Networks of timm, frozen and in other runtimes, over eager PyTorch: dots, in the order of frozen over the best."""
-    found = timm_ratios(run)
+    """Networks of timm, frozen and in other runtimes: dots, in the order of frozen over the better of the two."""
+    found = _tables.timm_ratios(run)
     figure, axes = _axes(0.8 + 0.17 * len(found))
     sides = {"onnxruntime": ("ONNX Runtime", INK[2]), "openvino": ("OpenVINO", INK[3]), "frozen": ("frozen", INK[4])}
     for i, of in enumerate(found.values()):
@@ -146,7 +145,7 @@ def main() -> None:
     draw_shares(shares(times), FIGURES / "winners.svg")
     draw_classes(kernels, FIGURES / "classes.svg")
     draw_networks(networks, FIGURES / "networks.svg")
-    draw_timm(json.loads((RESULTS / TIMM["AVX-512"]).read_text()), FIGURES / "timm.svg")
+    draw_timm(json.loads((_tables.RESULTS / _tables.TIMM["AVX-512"]).read_text()), FIGURES / "timm.svg")
     for name, text in tables().items():
         print(f"{name}\n\n{text}\n")
 
