@@ -19,6 +19,7 @@ from convselect.freeze.algebra.folding import (
     products_and_sums,
 )
 from convselect.freeze.algebra.norms import batch_norms
+from convselect.freeze.algebra.pools import averages_first
 from convselect.freeze.algebra.products import layers_in_a_row
 
 _ROUNDS = 12
@@ -40,6 +41,7 @@ RULES: tuple[Callable[[fx.Graph], int], ...] = (
     common_factors,
     into_layers_after,
     layers_in_a_row,
+    averages_first,
     constants_together,
 )
 
