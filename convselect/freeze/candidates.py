@@ -59,6 +59,7 @@ class Candidate:
             memory at every call may be given here; the function then ignores what it is called with.
         pack: key of the packed weight that it needs; None if it needs none.
         writes_out: whether `bind` can be given the memory to write to.
+        takes_pitch: whether x and out may be some channels of larger images: see `Form.pitch`.
         wants_finite: a NaN or an infinity may spread (transform methods) or come out as a number (oneDNN's max(NaN, 0)
             is 0).
     """
@@ -68,6 +69,7 @@ class Candidate:
     bind: Callable[[Tensor | None, Tensor | None, Tensor | None], Run]
     pack: Hashable = None
     writes_out: bool = False
+    takes_pitch: bool = False
     wants_finite: bool = False
 
 
@@ -104,6 +106,22 @@ class Form(NamedTuple):
                 return False
             expected *= size
         return expected == self.shape.numel()
+
+    def pitch(self, t: Tensor) -> int | None:
+        """Elements from pixel to pixel, if this tensor holds such an image in NHWC as some channels of a larger one."""
+        if self.memory_format != torch.channels_last or t.shape != self.shape or t.dtype != self.dtype:
+            return None
+        _, channels, height, width = self.shape
+        pitch = t.stride(3)
+        fits = pitch > channels and t.stride() == (height * width * pitch, 1, width * pitch, pitch)
+        return pitch if fits else None
+
+    def seen(self, t: Tensor) -> Tensor | None:
+        """The tensor with these strides, if they differ where dimensions have one element only; else None."""
+        if t.shape != self.shape or t.dtype != self.dtype:
+            return None
+        lies_so = all(n == 1 or a == b for n, a, b in zip(t.shape, t.stride(), self.strides, strict=True))
+        return t.as_strided(self.shape, self.strides) if lies_so else None
 
     def fits(self, t: Tensor) -> bool:
         """Whether this tensor lies so."""

@@ -29,6 +29,7 @@ class Kernel(NamedTuple):
         label: name of the candidate, if it is not the algorithm's.
         takes: whether the kernel computes a problem that its algorithm computes; None: it does.
         direct_sums: as `Algorithm.direct_sums`: False if its results are none, though those of its algorithm are.
+        takes_pitch: whether x and y in NHWC may be some channels of larger images.
     """
 
     algorithm: str
@@ -38,25 +39,26 @@ class Kernel(NamedTuple):
     label: str | None = None
     takes: Callable[[ConvProblem], bool] | None = None
     direct_sums: bool = True
+    takes_pitch: bool = False
 
     def pack_key(self, problem: ConvProblem) -> Hashable:
         return (self.name, problem.layout, problem.dtype, problem.threads)
 
 
-DIRECT = Kernel("direct", "cs_direct_frozen", (), direct.pack)
+DIRECT = Kernel("direct", "cs_direct_frozen", (), direct.pack, takes_pitch=True)
 # For the first layer of a network in NHWC: it reads an image in NCHW where it lies.
-STEM = Kernel("direct", "cs_direct_frozen", (), direct.pack, "direct_from_nchw", direct.reads_other_layouts)
-PRODUCT = Kernel("direct", "cs_product_frozen", (), _product.pack, "product", _product.takes)
+STEM = Kernel("direct", "cs_direct_frozen", (), direct.pack, "direct_from_nchw", direct.reads_other_layouts, takes_pitch=True)
+PRODUCT = Kernel("direct", "cs_product_frozen", (), _product.pack, "product", _product.takes, takes_pitch=True)
 STRASSEN = Kernel(
     "direct", "cs_strassen_frozen", (), functools.partial(_product.pack, kernel="strassen"), "strassen",
-    functools.partial(_product.takes, kernel="strassen"), False,
+    functools.partial(_product.takes, kernel="strassen"), direct_sums=False,
 )  # fmt: skip
 DEPTHWISE = Kernel("depthwise", "cs_depthwise")
-DEPTHWISE_PACKED = Kernel("depthwise", "cs_depthwise_frozen", (), depthwise.pack)
+DEPTHWISE_PACKED = Kernel("depthwise", "cs_depthwise_frozen", (), depthwise.pack, takes_pitch=True)
 GROUPED = Kernel("grouped", "cs_grouped")
 GROUPED_PACKED = Kernel("grouped", "cs_grouped_frozen", (), grouped.pack)
 KERNELS = (
-    *(Kernel(f"winograd{m}", "cs_winograd", (m,)) for m in (2, 3, 4, 5, 6, 7)),
+    *(Kernel(f"winograd{m}", "cs_winograd", (m,), takes_pitch=True) for m in (2, 3, 4, 5, 6, 7)),
     DEPTHWISE,
     GROUPED,
     DIRECT,
@@ -96,17 +98,20 @@ class FixedCall(NamedTuple):
 
 
 class KernelCall(NamedTuple):
-    """`function(*leading, x, *weight, y, epilogue)` of the C library, as a layer calls it.
+    """`function(conv, *leading, x, *weight, y, epilogue)` of the C library, as a layer calls it.
 
     Attributes:
-        leading: arguments ahead of x's address.
+        conv: the problem; a copy of it says how far apart the pixels of x and y are, if they are not dense.
+        leading: further arguments ahead of x's address.
         weight: the address of the packed weight; empty if `leading` has it.
         owners: the objects whose memory `leading` and `weight` point to.
+        takes_pitch: see `Kernel`.
         layer: has bias, residual (in the form of y) and activation.
         native: computes the same for operands of any shape.
     """
 
     function: Any
+    conv: _library.Conv
     leading: tuple[Any, ...]
     weight: tuple[Any, ...]
     owners: Any
@@ -114,6 +119,7 @@ class KernelCall(NamedTuple):
     native: Run
     x_form: Form
     y_form: Form
+    takes_pitch: bool = False
 
     def bind(self, x: Tensor | None, residual: Tensor | None, out: Tensor | None) -> Run:
         """See `Candidate.bind`."""
@@ -126,28 +132,43 @@ class KernelCall(NamedTuple):
             epilogue.residual = residual.data_ptr()
         reference = None if bias is None and not has_residual and not code else ctypes.byref(epilogue)
         activate = None if in_kernel else lambda y: self.layer.finish(y, None)
-        x = x if x is None or self.x_form.fits(x) else None  # made so at every call then
+        y_pitch = None if out is None or not self.takes_pitch else self.y_form.pitch(out)
+        if y_pitch is not None and has_residual:
+            raise ValueError("a residual lies as the result does")
+        x_pitch = None if x is None or not self.takes_pitch else self.x_form.pitch(x)
+        if x is not None and x_pitch is None:
+            x = self.x_form.seen(x)  # if it does not lie so, a copy is made at every call
         residual = residual if residual is None or self.y_form.fits(residual) else None
+        call = self
+        if x_pitch is not None or y_pitch is not None:
+            call = self._replace(conv=_library.Conv.from_buffer_copy(self.conv))
+            call.conv.x_pitch, call.conv.y_pitch = x_pitch or 0, y_pitch or 0
         if x is not None and out is not None and (residual is not None or not has_residual):
-            return self._on_fixed_memory(x, residual, out, reference, activate)
-        return self._on_any_memory(out, epilogue, reference, activate)
+            return call._on_fixed_memory(x, residual, out, reference, activate)
+        return call._on_any_memory(x, out, epilogue, reference, activate)
 
     def _on_fixed_memory(self, x: Tensor, residual: Tensor | None, out: Tensor, reference: Any, activate: Any) -> Run:
         at = ctypes.c_void_p
-        arguments = (*self.leading, at(x.data_ptr()), *self.weight, at(out.data_ptr()), reference)
+        leading = (ctypes.byref(self.conv), *self.leading)
+        arguments = (*leading, at(x.data_ptr()), *self.weight, at(out.data_ptr()), reference)
         bound = Bound(self.function, arguments, (self.owners, x, residual, out))
         call = FixedCall(bound, out, lambda status: self._computed_natively(status, out, x, residual))
         if activate is None:
             return call  # type: ignore[return-value]  # mypy overlooks `__call__` of named tuples
         return lambda *_: activate(call())
 
-    def _on_any_memory(self, fixed_out: Tensor | None, epilogue: Any, reference: Any, activate: Any) -> Run:
-        function, leading, weight = self.function, self.leading, self.weight
+    def _on_any_memory(
+        self, fixed_x: Tensor | None, fixed_out: Tensor | None, epilogue: Any, reference: Any, activate: Any
+    ) -> Run:
+        function, weight = self.function, self.weight
+        leading = (ctypes.byref(self.conv), *self.leading)
         x_form, y_form, new = self.x_form, self.y_form, self.y_form.new
         x_shape, x_strides, dtype, _ = x_form
 
         def run(x: Tensor, residual: Tensor | None = None, owners: Any = self.owners) -> Tensor:
-            if x.stride() != x_strides or x.shape != x_shape or x.dtype != dtype:
+            if fixed_x is not None:
+                x = fixed_x
+            elif x.stride() != x_strides or x.shape != x_shape or x.dtype != dtype:
                 x = x_form.of(x)
             if residual is not None:
                 residual = y_form.of(residual)

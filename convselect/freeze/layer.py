@@ -201,7 +201,7 @@ class FrozenLayer(ABC):
             key = None if kernel.pack is None else kernel.pack_key(problem)
             bind = self._kernel_bind(kernel, problem, x, y)
             name = kernel.label or kernel.algorithm
-            found.append(Candidate(name, grade, bind, key, True, algorithm.spreads_nonfinite))
+            found.append(Candidate(name, grade, bind, key, True, kernel.takes_pitch, algorithm.spreads_nonfinite))
         return found
 
     def _kernel_bind(self, kernel: Kernel, problem: ConvProblem, x_form: Form, y_form: Form) -> Any:
@@ -210,13 +210,12 @@ class FrozenLayer(ABC):
         structure = _library._conv(problem, problem.layout, CONTIGUOUS, problem.threads, _library.isa())
         if x_form.memory_format != y_form.memory_format:
             structure.x_layout = _library.LAYOUTS[CONTIGUOUS]
-        conv = ctypes.byref(structure)
 
         def bind(x: Tensor | None, residual: Tensor | None, out: Tensor | None) -> Run:
             # Packed here, so that a candidate that is never tried costs nothing.
             weight = self.weight if kernel.pack is None else self.packed_for(kernel, problem)
-            weight_at, leading = ctypes.c_void_p(weight.data_ptr()), (conv, *kernel.leading_ints)
-            call = KernelCall(function, leading, (weight_at,), weight, self, self.native, x_form, y_form)
+            operands = kernel.leading_ints, (ctypes.c_void_p(weight.data_ptr()),), weight
+            call = KernelCall(function, structure, *operands, self, self.native, x_form, y_form, kernel.takes_pitch)
             return call.bind(x, residual, out)
 
         return bind

@@ -264,7 +264,18 @@ def _place(t: Tensor) -> tuple[int, torch.Size, list[int]]:
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether the ranges of memory that two tensors span meet."""
+    """Whether the ranges of memory that two tensors span meet, and not as channels of the same pixels."""
     begins = [t.data_ptr() for t in (a, b)]
     ends = [t.data_ptr() + 4 * (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))) for t in (a, b)]
-    return a.numel() > 0 and max(begins) < min(ends)
+    return a.numel() > 0 and max(begins) < min(ends) and not interleaved(a, b)
+
+
+def interleaved(a: Tensor, b: Tensor) -> bool:
+    """Whether these are images in NHWC that are different channels of the same pixels, so that no element is common."""
+    if a.dim() != 4 or a.stride() != b.stride() or a.stride(1) != 1:
+        return False
+    pitch = a.stride(3)
+    between, rest = divmod(b.data_ptr() - a.data_ptr(), a.element_size())
+    if pitch <= 0 or rest or any(step % pitch for step in (a.stride(0), a.stride(2))):
+        return False
+    return a.shape[1] <= between % pitch <= pitch - b.shape[1]

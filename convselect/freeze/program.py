@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -19,9 +20,11 @@ from convselect.freeze.capture import Captured
 from convselect.freeze.chains import Layer, Step, meta_of, steps_of
 from convselect.freeze.conv import FrozenConv
 from convselect.freeze.folded import FrozenConstant
+from convselect.freeze.joining import Joining
 from convselect.freeze.layer import FrozenLayer
 from convselect.freeze.linear import FrozenLinear
 from convselect.freeze.passes import Maker, fixed_call, on_any_memory
+from convselect.freeze.reduce import concatenate
 from convselect.freeze.residual import Fused, blocks
 from convselect.freeze.runner import joined
 
@@ -225,7 +228,7 @@ class Program:
 
 class _Binding:
     """What each step calls, and the memory that is laid out for values: best fit in the order of the steps, shared by
-    values that are never alive together.
+    values that are never alive together. Parts of concatenations lie in them (see `joining`).
 
     Attributes:
         fixed: value -> memory that is the same at every call.
@@ -239,6 +242,7 @@ class _Binding:
         self._free: list[Tensor] = []
         self._taken: dict[fx.Node, Tensor] = {}
         self._last: dict[fx.Node, int] = {}
+        self._joining = Joining(program.steps, program.result_nodes, candidates, walk)
         for node, i in program.last_use.items():
             base = self._base(node)
             self._last[base] = max(i, self._last.get(base, -1))
@@ -257,7 +261,8 @@ class _Binding:
     def _base(self, node: fx.Node) -> fx.Node:
         while node in self._walk.base:
             node = self._walk.base[node]
-        return node
+        place = self._joining.places.get(node)
+        return node if place is None else place.root
 
     def _bind(self, step: Step) -> None:
         fixed, function = self.fixed, self._program.function
@@ -267,12 +272,15 @@ class _Binding:
             fixed[step.out] = self._program.constants[step.out].value
         elif step in self._walk.makers:
             nodes = nodes_in((step.args, step.kwargs))
-            out = self._memory(step.out)
-            forms = [self._walk.forms[node] for node in nodes]
-            self.functions[step] = fixed_call(
-                self._walk.makers[step], [fixed.get(node) for node in nodes], forms, out, _flat(step, function(step))
-            )
-            fixed[step.out] = out
+            out = fixed[step.out] = self._memory(step.out)
+            maker, there = self._walk.makers[step], self._joining.there(step)
+            if there is not None:
+                maker = functools.partial(concatenate, dim=1, there=there)
+            if there is None or len(there) < len(nodes):
+                forms = [self._walk.forms[node] for node in nodes]
+                self.functions[step] = fixed_call(
+                    maker, [fixed.get(node) for node in nodes], forms, out, _flat(step, function(step))
+                )
         elif step.out in self._walk.base and self._walk.base[step.out] in fixed:
             arguments = fx.map_arg((step.args, step.kwargs), lambda node: fixed.get(node, node))
             if nodes_in(arguments):
@@ -300,13 +308,20 @@ class _Binding:
 
     def _memory(self, node: fx.Node) -> Tensor:
         """Memory for this value until its last use, that of views included."""
-        form = self._walk.forms[node]
-        n_bytes = form.n_bytes
+        form, place = self._walk.forms[node], self._joining.places.get(node)
+        if place is None:
+            n_bytes = form.n_bytes
+            return self._block(node, n_bytes)[:n_bytes].view(form.dtype).as_strided(form.shape, form.strides)
+        if place.root not in self._taken:
+            self._block(place.root, self._joining.n_bytes(place.root))
+        return self._joining.memory(node, self._taken[place.root])
+
+    def _block(self, node: fx.Node, n_bytes: int) -> Tensor:
         fitting = [block for block in self._free if block.numel() >= n_bytes]
         block = min(fitting, key=Tensor.numel) if fitting else _block(n_bytes)
         self._free = [other for other in self._free if other is not block]
         self._taken[node] = block
-        return block[:n_bytes].view(form.dtype).as_strided(form.shape, form.strides)
+        return block
 
 
 def _flat(step: Step, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,8 +8,9 @@ threads is that of PyTorch when a call is bound; it does not change results.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS
 from convselect.freeze.bound import Bound
-from convselect.freeze.pointwise import is_plain
+from convselect.freeze.pointwise import interleaved, is_plain
 from convselect.kernels import _library
 
 Pair = int | Sequence[int]
@@ -45,6 +46,7 @@ class _Pooling(ctypes.Structure):
         )),
         ("layout", ctypes.c_int32), ("average", ctypes.c_int32),
         ("counts_padding", ctypes.c_int32), ("reserved", ctypes.c_int32),
+        ("x_pitch", ctypes.c_int64), ("y_pitch", ctypes.c_int64),
     )  # fmt: skip
 
 
@@ -54,7 +56,7 @@ class _Joining(ctypes.Structure):
     _fields_ = (
         ("isa", ctypes.c_int32), ("threads", ctypes.c_int32),
         ("rows", ctypes.c_int64), ("inputs", ctypes.c_int64), ("pitch", ctypes.c_int64),
-        ("sizes", ctypes.c_void_p), ("pitches", ctypes.c_void_p),
+        ("sizes", ctypes.c_void_p), ("pitches", ctypes.c_void_p), ("places", ctypes.c_void_p),
     )  # fmt: skip
 
 
@@ -113,7 +115,8 @@ def max_pool(
     dilation: Pair = 1,
     ceil_mode: bool = False,
 ) -> Bound | None:
-    """out = max_pool2d(x, ...), without indices. x (N, C, H, W) and out are dense in the same layout, NCHW or NHWC."""
+    """out = max_pool2d(x, ...), without indices. x (N, C, H, W) and out are dense in the same layout, NCHW or NHWC;
+    in NHWC each may be some channels of a larger image."""
     call = _pooling(x, out, kernel, stride, padding, dilation, ceil_mode)
     return None if call is None else _bound("cs_pool", call, x, out)
 
@@ -128,7 +131,7 @@ def avg_pool(
     count_include_pad: bool = True,
     divisor_override: int | None = None,
 ) -> Bound | None:
-    """out = avg_pool2d(x, ...). x (N, C, H, W) and out are dense in the same layout, NCHW or NHWC."""
+    """out = avg_pool2d(x, ...). x and out as in `max_pool`."""
     call = _pooling(x, out, kernel, stride, padding, 1, ceil_mode)
     if call is None or divisor_override == 0:
         return None
@@ -136,17 +139,24 @@ def avg_pool(
     return _bound("cs_pool", call, x, out)
 
 
-def concatenate(inputs: Sequence[Tensor], out: Tensor, dim: int) -> Bound | None:
+def concatenate(inputs: Sequence[Tensor], out: Tensor, dim: int, there: Collection[int] = ()) -> Bound | None:
     """out = cat(inputs, dim). All are dense in the same order of dimensions, but for gaps between what an input, or
-    `out`, has of `dim` and of all that is faster: each may be a part of a larger tensor along `dim`."""
+    `out`, has of `dim` and of all that is faster: each may be a part of a larger tensor along `dim`. Inputs whose index
+    is in `there` are in their place already."""
     if out.dim() == 0 or not inputs or not all(is_plain(t) for t in (*inputs, out)) or out.numel() == 0:
         return None
     dim %= out.dim()
+    moved = [i not in there for i, t in enumerate(inputs) if t.numel() > 0]
     inputs = [t for t in inputs if t.numel() > 0]
     rest = [n for d, n in enumerate(out.shape) if d != dim]
     if any(t.dim() != out.dim() or [n for d, n in enumerate(t.shape) if d != dim] != rest for t in inputs):
         return None
-    if sum(t.shape[dim] for t in inputs) != out.shape[dim] or any(shares_memory(t, out) for t in inputs):
+    if sum(t.shape[dim] for t in inputs) != out.shape[dim]:
+        return None
+    starts = itertools.accumulate((t.shape[dim] for t in inputs), initial=0)
+    placed = [(t, start) for t, start, moves in zip(inputs, starts, moved, strict=False) if moves]
+    inputs = [t for t, _ in placed]
+    if not inputs or any(shares_memory(t, out) for t in inputs):
         return None
     # The order is out's: dimensions of one element have no place in it, but for `dim`, which is as slow as it can be
     # if its stride says nothing.
@@ -161,14 +171,16 @@ def concatenate(inputs: Sequence[Tensor], out: Tensor, dim: int) -> Bound | None
         return None
     count = len(inputs)
     all_sizes, all_pitches = (ctypes.c_int64 * count)(*sizes[:-1]), (ctypes.c_int64 * count)(*pitches[:-1])
+    per_element = sizes[-1] // out.shape[dim]
+    places = (ctypes.c_int64 * count)(*(start * per_element for _, start in placed))
     pointers = (ctypes.c_void_p * count)(*(t.data_ptr() for t in inputs))
     call = _Joining(
         _library.isa(), torch.get_num_threads(), rows[0], count, pitches[-1],
-        ctypes.addressof(all_sizes), ctypes.addressof(all_pitches),
+        ctypes.addressof(all_sizes), ctypes.addressof(all_pitches), ctypes.addressof(places),
     )  # fmt: skip
     function = _function("cs_join")
     arguments = (ctypes.addressof(call), ctypes.addressof(pointers), out.data_ptr())
-    return Bound(function, arguments, (call, all_sizes, all_pitches, pointers, inputs, out))
+    return Bound(function, arguments, (call, all_sizes, all_pitches, places, pointers, inputs, out))
 
 
 # ---- shapes and strides ---------------------------------------------------------------------------------------------
@@ -195,7 +207,9 @@ def _runs(t: Tensor, order: Sequence[int], dim: int) -> tuple[int, int, int] | N
 
 
 def shares_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether one of two dense tensors reaches into the memory of the other."""
+    """Whether one of two dense tensors, or parts of one along their channels, reaches into the memory of the other."""
+    if interleaved(a, b):
+        return False
     first, second = a.data_ptr(), b.data_ptr()
     spans = [4 + 4 * sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) for t in (a, b)]
     return first < second + spans[1] and second < first + spans[0]
@@ -240,8 +254,17 @@ def _reduction(x: Tensor, out: Tensor | None, reduced: set[int]) -> _Reduction |
 
 def _layouts(t: Tensor) -> set[str]:
     """The layouts in which this image is dense: both if it has one channel or one pixel."""
+    if _pitch(t):
+        return {CHANNELS_LAST}
     layouts = {CONTIGUOUS} if t.is_contiguous() else set()
     return layouts | {CHANNELS_LAST} if t.is_contiguous(memory_format=torch.channels_last) else layouts
+
+
+def _pitch(t: Tensor) -> int:
+    """Floats from pixel to pixel, if these are some channels of a larger image in NHWC; else 0."""
+    _, C, H, W = t.shape
+    pitch = t.stride(3)
+    return pitch if pitch > C and t.stride() == (H * W * pitch, 1, W * pitch, pitch) else 0
 
 
 def _pooling(
@@ -266,7 +289,7 @@ def _pooling(
     layout = _library.LAYOUTS[CHANNELS_LAST if CHANNELS_LAST in layouts else CONTIGUOUS]
     return _Pooling(
         _library.isa(), torch.get_num_threads(), N, C, H, W, R, S, P, Q, stride_h, stride_w, pad_h, pad_w, dil_h,
-        dil_w, 0, layout,
+        dil_w, 0, layout, x_pitch=_pitch(x), y_pitch=_pitch(out),
     )  # fmt: skip
 
 

@@ -134,8 +134,12 @@ def _fused(
 ) -> Fused | None:
     """The block as one call; None if that takes more scratch memory than the budget admits."""
     middle = problems[-2]
-    conv = ctypes.byref(_library._conv(middle, CHANNELS_LAST, CONTIGUOUS, middle.threads, _library.isa()))
-    if not 0 <= _scratch_bytes(conv, _structure(parts, problems, [1] * len(parts))) <= settings.workspace_bytes:
+    conv = _library._conv(middle, CHANNELS_LAST, CONTIGUOUS, middle.threads, _library.isa())
+    if (
+        not 0
+        <= _scratch_bytes(ctypes.byref(conv), _structure(parts, problems, [1] * len(parts)))
+        <= settings.workspace_bytes
+    ):
         return None
     kernels = (*(PRODUCT for _ in problems[:-2]), DEPTHWISE_PACKED, PRODUCT)
     x_form = Form.dense(problems[0].x_shape, CHANNELS_LAST, torch.float32)
@@ -150,12 +154,12 @@ def _fused(
     def bind(x: Tensor | None, residual: Tensor | None, out: Tensor | None) -> Run:
         weights = [layer.packed_for(k, p) for layer, k, p in zip(parts, kernels, problems, strict=True)]
         block = _structure(parts, problems, [t.data_ptr() for t in weights])
-        function, leading = _library._function("cs_block_frozen", 0), (conv, ctypes.byref(block))
-        call = KernelCall(function, leading, (), weights, last, native, x_form, y_form)
+        function, leading = _library._function("cs_block_frozen", 0), (ctypes.byref(block),)
+        call = KernelCall(function, conv, leading, (), weights, last, native, x_form, y_form, True)
         return call.bind(x, residual, out)
 
     packs = tuple(kernel.pack_key(p) for kernel, p in zip(kernels, problems, strict=True))
-    return Fused(steps, Candidate(NAME, Grade.DIRECT, bind, packs[-1], True), packs)
+    return Fused(steps, Candidate(NAME, Grade.DIRECT, bind, packs[-1], True, True), packs)
 
 
 def _structure(parts: list[FrozenLayer], problems: tuple[ConvProblem, ...], weights: list[int]) -> _library.Block:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction
 
-ABI = 7
+ABI = 8
 TUNE_SLOTS = 8
 OK, NO_MEMORY, UNSUPPORTED, NONFINITE = range(4)
 ISAS = {"base": 0, "avx2": 1, "avx512": 2}
@@ -45,6 +45,7 @@ class Conv(ctypes.Structure):
             "dtype", "direction", "x_layout", "y_layout", "weight_layout", "threads", "isa", "reserved",
         )),
         ("tune", ctypes.c_int32 * TUNE_SLOTS),
+        ("x_pitch", ctypes.c_int64), ("y_pitch", ctypes.c_int64),
     )  # fmt: skip
 
 

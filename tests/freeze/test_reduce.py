@@ -306,3 +306,40 @@ def test_what_is_not_covered():
     assert reduce.concatenate([x, x], empty((2, 13, 8, 10)), 1) is None
     assert reduce.concatenate([], empty((1,)), 0) is None
     assert reduce.concatenate([memory[:5], memory[5:10]], memory[3:13], 0) is None
+
+
+def channels(*shape, first, count, seed=0):
+    """Some channels of a larger image in NHWC, and the larger image."""
+    whole = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(memory_format=torch.channels_last)
+    return whole[:, first : first + count], whole
+
+
+@pytest.mark.parametrize("average", [True, False])
+def test_pools_of_some_channels(average, level):
+    x, _ = channels(2, 40, 7, 6, first=5, count=21)
+    out, whole = channels(2, 50, 4, 3, first=17, count=21, seed=1)
+    before = whole.clone()
+    pool, f = (reduce.avg_pool, F.avg_pool2d) if average else (reduce.max_pool, F.max_pool2d)
+    run(pool(x, out, 3, 2, 1))
+    torch.testing.assert_close(out, f(x, 3, 2, 1))
+    assert torch.equal(whole[:, :17], before[:, :17])
+    assert torch.equal(whole[:, 38:], before[:, 38:])
+
+
+def test_pools_between_channels_of_the_same_pixels(level):
+    x, whole = channels(1, 40, 6, 6, first=3, count=18)
+    out, want = whole[:, 21:39], F.max_pool2d(x, 3, 1, 1)
+    run(reduce.max_pool(x, out, 3, 1, 1))
+    assert torch.equal(out, want)
+    assert reduce.max_pool(x, whole[:, 20:38], 3, 1, 1) is None
+    assert reduce.max_pool(x, x, 3, 1, 1) is None
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_parts_that_are_in_their_place_are_not_copied(layout, level):
+    parts = [torch.randn(1, n, 5, 6).contiguous(memory_format=layout) for n in (3, 17, 4, 9)]
+    whole = torch.full((1, 33, 5, 6), 7.0).contiguous(memory_format=layout)
+    run(reduce.concatenate(parts, whole, 1, there=(1, 3)))
+    for part, got, there in zip(parts, whole.split([3, 17, 4, 9], 1), (False, True, False, True), strict=True):
+        assert torch.equal(got, torch.full_like(part, 7.0) if there else part)
+    assert reduce.concatenate(parts, whole, 1, there=range(4)) is None

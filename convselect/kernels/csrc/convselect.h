@@ -14,7 +14,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define CS_ABI 7 /* raised with every change of a struct or a signature; the loader compares */
+#define CS_ABI 8 /* raised with every change of a struct or a signature; the loader compares */
 
 /* NONFINITE: done, but the result holds an infinity or a NaN that a transform may have spread to its neighbours. */
 enum { CS_OK = 0, CS_NO_MEMORY = 1, CS_UNSUPPORTED = 2, CS_NONFINITE = 3 };
@@ -40,6 +40,9 @@ typedef struct {
     int32_t isa;           /* one of CS_ISA_*, at most cs_best_isa() */
     int32_t reserved;
     int32_t tune[8]; /* parameters of the kernel, in the slots named below; 0: its own choice */
+    /* NHWC, forward: elements from pixel to pixel of x and of y and the residual, which are some channels of a larger
+     * tensor; 0: as many as they have. Only for kernels that say so. */
+    int64_t x_pitch, y_pitch;
 } cs_conv;
 
 /* Slots of `tune`. Sizes in KiB are aimed for, not kept exactly. */
@@ -122,13 +125,14 @@ typedef struct {
     int32_t layout, average;
     int32_t counts_padding; /* whether these pixels include the padding */
     int32_t reserved;
+    int64_t x_pitch, y_pitch; /* NHWC: as in cs_conv */
 } cs_pooling;
 
-/* Row by row: inputs with `sizes` floats each, from row to row `pitches` apart, one after the other. */
+/* Row by row: inputs with `sizes` floats each, from row to row `pitches` apart, to `places` in the output's row. */
 typedef struct {
     int32_t isa, threads;
     int64_t rows, inputs, pitch; /* of the output */
-    const int64_t *sizes, *pitches;
+    const int64_t *sizes, *pitches, *places;
 } cs_joining;
 
 /* What a spot check looks at: one convolution and a result of it, all of any strides (in elements, 0 included).
