@@ -51,7 +51,7 @@ STEM = Kernel("direct", "cs_direct_frozen", (), direct.pack, "direct_from_nchw",
 PRODUCT = Kernel("direct", "cs_product_frozen", (), _product.pack, "product", _product.takes, takes_pitch=True)
 STRASSEN = Kernel(
     "direct", "cs_strassen_frozen", (), functools.partial(_product.pack, kernel="strassen"), "strassen",
-    functools.partial(_product.takes, kernel="strassen"), direct_sums=False,
+    functools.partial(_product.takes, kernel="strassen"), takes_pitch=True, direct_sums=False,
 )  # fmt: skip
 DEPTHWISE = Kernel("depthwise", "cs_depthwise")
 DEPTHWISE_PACKED = Kernel("depthwise", "cs_depthwise_frozen", (), depthwise.pack, takes_pitch=True)
