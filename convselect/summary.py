@@ -17,7 +17,8 @@ from convselect.base.problem import ConvProblem, padding_sides, pair
 from convselect.eager import resolve
 from convselect.eager.standing import TIMED, OnTrial, distrusted, gains, others, told
 from convselect.freeze.chains import why_not_frozen
-from convselect.freeze.freeze import FrozenForward, frozen_forwards, not_whole, parents
+from convselect.freeze.freeze import FrozenForward, frozen_forwards
+from convselect.freeze.parts import not_whole, parents
 from convselect.layer import check_module, chooses, why_not_converted
 
 

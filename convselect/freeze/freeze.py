@@ -23,8 +23,9 @@ from convselect.base import settings as _settings
 from convselect.base.lru import LRU, Entry
 from convselect.base.warnings import warn_once
 from convselect.freeze import refusals
-from convselect.freeze.capture import Uncapturable, capture, why_not_captured
+from convselect.freeze.capture import Uncapturable, capture
 from convselect.freeze.chains import Layer
+from convselect.freeze.parts import freeze_parts, not_whole
 from convselect.freeze.plan import CHANNELS_LAST, CONTIGUOUS, Plan, make_plan
 from convselect.freeze.program import Program, Registry
 from convselect.freeze.remembered import Remembered
@@ -133,60 +134,13 @@ def frozen_forwards(model: nn.Module) -> dict[str, FrozenForward]:
     return {name: forward for name, forward in forwards.items() if isinstance(forward, FrozenForward)}
 
 
-def parents(name: str) -> list[str]:
-    """Names of the modules around this one, the innermost first: "a.b.c" -> ["a.b", "a", ""]."""
-    parts = name.split(".") if name else []
-    return [".".join(parts[:i]) for i in reversed(range(len(parts)))]
-
-
 def _freeze_parts(model: nn.Module, why_not_whole: str | None, around: tuple[str, ...], remembered: Remembered) -> None:
-    """Give the largest modules of `model` that hold a layer to freeze, and that nothing forbids to capture, a frozen
-    forward; and one that only calls the original to those around them.
+    """See `freeze_parts`; they share what was chosen."""
 
-    Args:
-        why_not_whole: why `model` itself cannot be captured, if that is known.
-        around: why each of the modules around it was not frozen as a whole, the innermost first.
-    """
-    reasons: dict[str, str] = {}
-    pending = [("", model)]
-    seen: set[int] = set()
-    while pending:
-        name, module = pending.pop(0)
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
-        if not any(map(_has_weight, module.modules())):
-            continue
-        reason = why_not_whole if module is model and why_not_whole else _why_not_frozen(module)
-        if "forward" not in vars(module) and reason != "":
-            near = tuple(reasons.get(other, "") for other in parents(name)) + around
-            FrozenForward(module, near, remembered, reason).install()
-        if reason is not None:
-            reasons[name] = not_whole(reason)
-            prefix = f"{name}." if name else ""
-            pending += [(prefix + child_name, child) for child_name, child in module.named_children()]
+    def install(module: nn.Module, near: tuple[str, ...], reason: str | None) -> None:
+        FrozenForward(module, near, remembered, reason).install()
 
-
-def _has_weight(module: nn.Module) -> bool:
-    """Whether this module by itself has a weight that looks like one of a layer to freeze."""
-    if isinstance(module, nn.Linear):
-        return True
-    if isinstance(module, nn.modules.conv._ConvTransposeNd):
-        return False
-    weights = (t for t in module._parameters.values() if t is not None and not nn.parameter.is_lazy(t))
-    return any(t.dim() == 4 for t in weights)
-
-
-def _why_not_frozen(module: nn.Module) -> str | None:
-    if "forward" in vars(module):
-        return "Its forward was replaced."
-    if isinstance(module, nn.ModuleList | nn.ModuleDict):
-        return ""
-    return why_not_captured(module)
-
-
-def not_whole(reason: str) -> str:
-    return reason if reason.startswith("It") or not reason else f"It was not captured as a whole: {reason.rstrip('.')}."
+    freeze_parts(model, why_not_whole, around, install)
 
 
 class FrozenForward:
