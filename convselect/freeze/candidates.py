@@ -72,6 +72,12 @@ class Candidate:
     takes_pitch: bool = False
     wants_finite: bool = False
 
+    @property
+    def tile(self) -> int:
+        """The size of Winograd's tiles; 0 for all others."""
+        digits = self.name.removeprefix("winograd")
+        return int(digits) if digits != self.name and digits.isdigit() else 0
+
 
 class Form(NamedTuple):
     """How a tensor has to lie in memory."""

@@ -1,14 +1,15 @@
 """A module's forward as a graph of ATen operations, for inputs of one kind.
 
-`make_fx` runs the forward once under `functionalize` (in-place operations become ordinary ones) and writes down every
-operation below autograd, so that any spelling of a layer, a functional call, a parametrisation or a module of another
-library comes out the same. Sizes and other Python values are constants of the graph. Parameters, buffers and other
-tensors of the modules are `get_attr` nodes, named as in the module, whose `meta["source"]` says where to read them.
+A dispatch mode runs the forward once under `functionalize` (in-place operations become ordinary ones) and writes down
+every operation below autograd, so that any spelling of a layer, a functional call, a parametrisation or a module of
+another library comes out the same. Sizes and other Python values are constants of the graph. Parameters, buffers and
+other tensors of the modules are `get_attr` nodes, named as in the module, whose `meta["source"]` says where to read
+them.
 """
 
 from __future__ import annotations
 
-import functools
+import operator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from convselect.base.settings import CHOOSING
 from convselect.freeze.algebra.constants import Constants
@@ -139,11 +141,38 @@ def _same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return a.keys() == b.keys() and all(a[name] is b[name] for name in a)
 
 
-class _Guard(TorchDispatchMode):
-    """Refuses what a graph of fixed sizes cannot repeat. (make_fx would take a value that is read from a parameter for
-    a constant, and sizes that depend on data for fixed ones.)"""
+class _Recorder(TorchDispatchMode):
+    """Writes operations down while they are computed: below autograd, functionalised, on real values.
+
+    What make_fx does, without all that it needs for symbolic sizes, fake tensors and stack traces: a tenth of the time,
+    and no import of torch._dynamo and sympy, which takes longer than all else that a second process has to do.
+
+    It refuses what a graph of fixed sizes cannot repeat: values of tensors that Python reads, sizes that depend on
+    data, random numbers.
+    """
+
+    def __init__(self, inputs: list[Tensor]) -> None:
+        super().__init__()
+        self.graph = fx.Graph()
+        self._nodes: Any = WeakIdKeyDictionary()
+        for i, t in enumerate(inputs):
+            self._note(t, self.graph.placeholder(f"input_{i}"))
+
+    def node(self, t: Tensor) -> Node:
+        """The node that makes this tensor; one that is not known yet is a constant."""
+        found: Node | None = self._nodes.get(t)
+        if found is None:
+            found = self.graph.create_node("get_attr", "constant")
+            found.meta["tensor"] = t
+            self._note(t, found)
+        return found
+
+    def _note(self, value: Any, node: Node) -> None:
+        self._nodes[value] = node
+        node.meta["val"] = _form(value)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         tags = func.tags
         if torch.Tag.data_dependent_output in tags:
             raise Uncapturable("forward reads a value of a tensor")
@@ -151,7 +180,32 @@ class _Guard(TorchDispatchMode):
             raise Uncapturable("sizes depend on data")
         if torch.Tag.nondeterministic_seeded in tags and "dropout" not in func.name():
             raise Uncapturable("forward draws random numbers")
-        return func(*args, **(kwargs or {}))
+        with self:
+            parts = func.decompose(*args, **kwargs)
+        if parts is not NotImplemented:
+            return parts
+        given, options = (pytree.tree_map_only(Tensor, self.node, part) for part in (args, kwargs))
+        result = func(*args, **kwargs)
+        # A literal may be written to: each call then has its own.
+        target = _aten.lift_fresh_copy.default if func is _aten.lift_fresh.default else func
+        node = self.graph.call_function(target, given, options)
+        if isinstance(result, Tensor):
+            self._note(result, node)
+        elif isinstance(result, tuple | list):
+            node.meta["val"] = tuple(map(_form, result))
+            for i, part in enumerate(result):
+                if isinstance(part, Tensor):
+                    self._note(part, self.graph.call_function(operator.getitem, (node, i)))
+        else:
+            node.meta["val"] = result
+        return result
+
+
+def _form(value: Any) -> Any:
+    """A tensor's shape, strides and element type, as a tensor without memory."""
+    if not isinstance(value, Tensor) or value.layout != torch.strided:
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
 def _by_mask(indices: Any) -> bool:
@@ -159,14 +213,11 @@ def _by_mask(indices: Any) -> bool:
 
 
 def _recorded(root: nn.Module, args: tuple[Any, ...]) -> tuple[fx.Graph, list[Any], pytree.TreeSpec]:
-    from torch.fx.experimental.proxy_tensor import make_fx
-
     found: list[pytree.TreeSpec] = []
 
     def forward(*tensors: Tensor) -> list[Any]:
         given = iter(tensors)
-        with _Guard():
-            result = type(root).forward(root, *(next(given) if isinstance(a, Tensor) else a for a in args))
+        result = type(root).forward(root, *(next(given) if isinstance(a, Tensor) else a for a in args))
         leaves, spec = pytree.tree_flatten(result)
         for leaf in leaves:
             if not isinstance(leaf, (Tensor, *_PLAIN_LEAVES)):
@@ -177,14 +228,13 @@ def _recorded(root: nn.Module, args: tuple[Any, ...]) -> tuple[fx.Graph, list[An
     tensors = [a.detach().clone() for a in args if isinstance(a, Tensor)]
     if not tensors:
         raise Uncapturable("forward takes no tensor")
-    traced = make_fx(torch.func.functionalize(forward), tracing_mode="real")(*tensors)
-    graph: fx.Graph = traced.graph
-    graph.owning_module = None
-    output = next(iter(reversed(graph.nodes)))
-    for node in graph.nodes:
-        if node.op == "get_attr":
-            node.meta["tensor"] = functools.reduce(getattr, str(node.target).split("."), traced)
-    return graph, list(output.args[0]), found[0]
+    recorder = _Recorder(tensors)
+    with recorder:
+        leaves = torch.func.functionalize(forward)(*tensors)
+    graph = recorder.graph
+    graph.output([recorder.node(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+    graph.eliminate_dead_code()
+    return graph, list(next(iter(reversed(graph.nodes))).args[0]), found[0]
 
 
 def _name_constants(graph: fx.Graph, root: nn.Module) -> None:

@@ -82,16 +82,19 @@ class FrozenConv(FrozenLayer):
 
     def _gemm(self, problem: ConvProblem) -> Candidate:
         """A 1x1 convolution in NHWC order is one matrix product, (N H W, C) times (C, K)."""
-        bias = self.bias
-        weight = self.weight.view(problem.K, -1)
-        linear = F.linear
+        bias, linear = self.bias, F.linear
 
-        def run(x: Tensor, residual: Tensor | None = None) -> Tensor:
-            x = x.contiguous(memory_format=torch.channels_last)
-            y = linear(x.permute(0, 2, 3, 1), weight, bias).permute(0, 3, 1, 2)
-            return self.finish(y, residual)
+        def bind(*_: Tensor | None) -> Any:
+            weight = self.kept_weight().view(problem.K, -1)
 
-        return Candidate("gemm", Grade.DIRECT, lambda *_: run)
+            def run(x: Tensor, residual: Tensor | None = None) -> Tensor:
+                x = x.contiguous(memory_format=torch.channels_last)
+                y = linear(x.permute(0, 2, 3, 1), weight, bias).permute(0, 3, 1, 2)
+                return self.finish(y, residual)
+
+            return run
+
+        return Candidate("gemm", Grade.DIRECT, bind)
 
     def _onednn(self, problem: ConvProblem, layout: str) -> Candidate:
         """oneDNN with its weight reordered once; a residual or an activation is its post-operation."""

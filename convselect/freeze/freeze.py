@@ -30,6 +30,7 @@ from convselect.freeze.plan import CHANNELS_LAST, CONTIGUOUS, Plan, make_plan
 from convselect.freeze.program import Program, Registry
 from convselect.freeze.remembered import Remembered
 from convselect.freeze.watch import Watch
+from convselect.freeze.words import Words, dictionaries_have_tags
 from convselect.layer import check_module
 
 M = TypeVar("M", bound=nn.Module)
@@ -37,6 +38,7 @@ M = TypeVar("M", bound=nn.Module)
 _LAYOUTS: tuple[str, ...] = (CONTIGUOUS, CHANNELS_LAST)
 _PLANS = 16
 _MEASURED_PLANS = 8
+_RENEWALS = 16
 
 _grad_enabled = torch.is_grad_enabled
 _set_grad_enabled: Any = torch._C._set_grad_enabled
@@ -177,6 +179,8 @@ class FrozenForward:
         self._saved_structure: list[dict[str, Any]] = []
         self._hooks: list[dict[Any, Any]] = []
         self._modes: list[nn.Module] = []
+        self._words: Words | None = None  # the same: nothing of these three has changed
+        self._renewals = _RENEWALS
 
     def install(self) -> None:
         self._note_modules()
@@ -241,7 +245,10 @@ class FrozenForward:
                 return self._original(*args, **kwargs)
             args = bound
         settings = _current_settings()
-        if not settings.chooses or settings.batch_invariant or any(self._hooks):
+        words = self._words
+        as_before = words is not None and words.same()
+        renewed = None if as_before else self._present_words()  # before looking, for what is written meanwhile
+        if not settings.chooses or settings.batch_invariant or (not as_before and any(self._hooks)):
             return self._original(*args)
         key: list[Any] = [_threads(), settings, _mkldnn_enabled()]
         tensors = args
@@ -257,10 +264,13 @@ class FrozenForward:
                 return self._original(*args)
         if tensors is not args:
             tensors = tuple(a for a in args if isinstance(a, Tensor))
-        if any(map(_training, self._modes)):
+        if not as_before and any(map(_training, self._modes)):
             refusals.refuse_training(self.root)
-        if not self._is_current() and self._registry is None:
-            return self._original(*args)
+        if not self._is_current(as_before):
+            if self._registry is None:
+                return self._original(*args)
+        elif not as_before:
+            self._words = renewed
         if not self._finite:
             return self._original(*args)
         frozen_key = tuple(key)
@@ -311,6 +321,7 @@ class FrozenForward:
         """Remember what to ask the modules inside at every call: whether one was replaced, got a hook, or was set to
         training."""
         inside = list(self.root.modules())
+        self._words, self._renewals = None, _RENEWALS
         self._structure = [module._modules for module in inside if module._modules]
         self._saved_structure = [dict(children) for children in self._structure]
         self._hooks = [_nn_module._global_forward_hooks, _nn_module._global_forward_pre_hooks]
@@ -318,10 +329,20 @@ class FrozenForward:
             self._hooks += [module._forward_hooks, module._forward_pre_hooks]
         self._modes = [module for module in inside if not module._modules and refusals.may_depend_on_training(module)]
 
-    def _is_current(self) -> bool:
-        """False if something changed; what was derived from it is then made anew, if the module can still be frozen."""
+    def _present_words(self) -> Words | None:
+        if not dictionaries_have_tags() or self._renewals == 0:
+            return None
+        self._renewals -= 1
+        return Words([*self._structure, *self._hooks, *map(vars, self._modes)])
+
+    def _is_current(self, same_modules: bool) -> bool:
+        """False if something changed; what was derived from it is then made anew, if the module can still be frozen.
+
+        Args:
+            same_modules: whether that is known of the modules inside.
+        """
         assert self._watch is not None
-        same_modules = self._structure == self._saved_structure
+        same_modules = same_modules or self._structure == self._saved_structure
         changed = self._watch.changed() if same_modules else set()
         if same_modules and not changed:
             return True

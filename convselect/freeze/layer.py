@@ -39,19 +39,21 @@ class Search(NamedTuple):
         remembered: what was chosen for layers, blocks and networks measured before; new choices are added.
         measure: False takes what was last chosen for another image size, or native.
         tick: called after each layer.
+        trusted: these choices were checked before, layer by layer, for the same network: checking the whole is enough.
     """
 
     settings: Settings
     remembered: Remembered
     measure: bool
     tick: Callable[[], None]
+    trusted: bool = False
 
 
 class FrozenLayer(ABC):
     """A layer with what follows it: activation(layer(x) + residual). Parameters are read, never written.
 
     Attributes:
-        weight: folded, contiguous, the layer's dtype; always the same memory.
+        weight: folded, contiguous, the layer's dtype; always the same memory once `kept_weight` was called.
         bias: (K,) in the layer's dtype, or None; `bias_float32` the same in float32.
         finite: whether neither holds NaN or infinity.
         direct_sums: whether the folded weight asks for direct sums.
@@ -65,7 +67,8 @@ class FrozenLayer(ABC):
         self.has_residual = layer.residual
         dtype = layer.weight.meta["val"].dtype
         weight, bias = self._folded()
-        self.weight = pages.moved(weight.to(dtype))
+        self.weight = weight.to(dtype)
+        self._is_kept = False
         self.bias = None if bias is None else bias.to(dtype)
         # An attribute, since pointers to it are kept: the kernels read float32 whatever the layer's dtype.
         self.bias_float32 = None if bias is None else bias.to(torch.float32)
@@ -124,6 +127,13 @@ class FrozenLayer(ABC):
         return (
             ("leaky_relu", [self.slope], "") if self.activation == "leaky_relu" else ONEDNN_ACTIVATIONS[self.activation]
         )
+
+    def kept_weight(self) -> Tensor:
+        """`weight`, for callers that keep a pointer to it. Most layers run on a packed form: moving all weights to huge
+        pages would take a fifth of a second for ResNet-50."""
+        if not self._is_kept:
+            self.weight, self._is_kept = pages.moved(self.weight), True
+        return self.weight
 
     # ---- weights ------------------------------------------------------------------------------------------------
 
@@ -213,7 +223,7 @@ class FrozenLayer(ABC):
 
         def bind(x: Tensor | None, residual: Tensor | None, out: Tensor | None) -> Run:
             # Packed here, so that a candidate that is never tried costs nothing.
-            weight = self.weight if kernel.pack is None else self.packed_for(kernel, problem)
+            weight = self.kept_weight() if kernel.pack is None else self.packed_for(kernel, problem)
             operands = kernel.leading_ints, (ctypes.c_void_p(weight.data_ptr()),), weight
             call = KernelCall(function, structure, *operands, self, self.native, x_form, y_form, kernel.takes_pitch)
             return call.bind(x, residual, out)
@@ -222,19 +232,35 @@ class FrozenLayer(ABC):
 
     # ---- choosing -----------------------------------------------------------------------------------------------
 
-    def choose(self, x: Tensor, residual: Tensor | None, layout: str, search: Search) -> tuple[Candidate, Tensor]:
-        """The fastest candidate that computes the right thing on these operands, and its result."""
-        problem, (settings, remembered, measure, _) = self.problem(x), search
+    def choose(
+        self, x: Tensor, residual: Tensor | None, layout: str, search: Search, largest: int
+    ) -> tuple[Candidate, Tensor]:
+        """The fastest candidate that computes the right thing on these operands, and its result.
+
+        Args:
+            largest: Winograd's tiles may have this size.
+        """
+        problem, (settings, remembered, measure, _, trusted) = self.problem(x), search
         settings = exactly(settings) if self.direct_sums else settings
-        candidates = {candidate.name: candidate for candidate in self.candidates(x, residual, layout, settings)}
-        reference = self.reference(x, residual)
-        runs: dict[str, Run] = {"native": candidates["native"].bind(None, None, None)}
+        every = self.candidates(x, residual, layout, settings)
+        candidates = {candidate.name: candidate for candidate in every if candidate.tile <= largest}
         key: Key | None = None
         known: str | None = "native"
         if problem is not None:
             form = f"{layout} {self.activation} {'no ' if residual is None else ''}residual"
             key = Key(self.layer.kind, problem, form, settings)
-            known = remembered.get(key) if measure else remembered.for_any_size(key)
+            look_up = remembered.get if measure else remembered.for_any_size
+            known = look_up(key)
+            if len(candidates) < len(every) and known not in candidates:  # a larger tile would be faster
+                key = key._replace(form=f"{form} tiles to {largest}")
+                known = look_up(key)
+        if trusted and known in candidates:
+            y = _attempted(candidates[known], x, residual)
+            if y is not None:
+                self.pin_chosen(candidates[known].pack)
+                return candidates[known], y
+        reference = self.reference(x, residual)
+        runs: dict[str, Run] = {"native": candidates["native"].bind(None, None, None)}
         if known in candidates and known != "native":
             runs |= agreeing([candidates[known]], x, residual, reference)
         if known in runs:
@@ -251,3 +277,11 @@ class FrozenLayer(ABC):
             chosen = "native"
         self.pin_chosen(candidates[chosen].pack)
         return candidates[chosen], runs[chosen](x, residual)
+
+
+def _attempted(candidate: Candidate, x: Tensor, residual: Tensor | None) -> Tensor | None:
+    """Its result; None if it does not take these operands after all."""
+    try:
+        return candidate.bind(None, None, None)(x, residual)
+    except (RuntimeError, MemoryError):
+        return None

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from convselect.base.lru import Entry
 from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS
 from convselect.base.settings import Settings
+from convselect.freeze.accuracy import Limits
 from convselect.freeze.candidates import Candidate, OtherForm, distance, timed
 from convselect.freeze.chains import Step
 from convselect.freeze.layer import FrozenLayer, Search
@@ -43,11 +44,14 @@ class Plan(Entry):
         program: its steps; None if the model itself runs.
         chosen: name of the layer -> name of its candidate.
         packs: keys of the packed weights that it uses.
+        distances: of its results from the model's own when it was planned, leaf by leaf.
+        tiles: the tile size of each layer, 0 without Winograd.
         eager_us, frozen_us: medians of the whole forward in us when it was planned; None if it was not measured.
     """
 
     __slots__ = (
-        "_make", "_pool", "_restore", "_watch_input", "chosen", "eager_us", "frozen_us", "layout", "packs", "program",
+        "_make", "_pool", "_restore", "_watch_input", "chosen", "distances", "eager_us", "frozen_us", "layout", "packs",
+        "program", "tiles",
     )  # fmt: skip
 
     def __init__(self, layout: str | None = None) -> None:
@@ -58,6 +62,8 @@ class Plan(Entry):
         self.packs: dict[FrozenLayer, set[Hashable]] = {}
         self.eager_us: float | None = None
         self.frozen_us: float | None = None
+        self.distances: list[float] = []
+        self.tiles: list[int] = []
         self._make: Callable[[], Callable[..., Any]] | None = None
         self._pool: list[Callable[..., Any]] = []
         self._restore: list[tuple[torch.Size, tuple[int, ...]] | None] | None = None
@@ -113,13 +119,20 @@ def make_plan(
     known = None if key is None else remembered.get(key)
     if known == _AS_IT_WAS:
         return Plan()
+    limits_key = None if key is None else key._replace(kind="tiles", form=f"{key.form} {program.weights_digest}")
+    limits = Limits(program, tensors, expected, settings, remembered, limits_key)
     plans: dict[str, Plan] = {}
     tried = (known,) if known in layouts else layouts
     with bar(len(tried) * len(program.layers), "freezing") as tick:
         for layout in tried:
-            program.registry.pin_packs([plan.packs for plan in (*in_use, *plans.values())])
+            pinned = [plan.packs for plan in (*in_use, *plans.values())]
             search = Search(settings, remembered, measure, tick)
-            plan = _plan_with_layout(program, tensors, expected, search, layout)
+            plan = None
+            if layout == known and limits.known:
+                trusting = search._replace(trusted=True)
+                plan = _accurate_plan(program, tensors, expected, trusting, layout, limits, pinned)
+            if plan is None:
+                plan = _accurate_plan(program, tensors, expected, search, layout, limits, pinned)
             if plan is not None:
                 plans[layout] = plan
                 if not measure or layout == known:
@@ -150,11 +163,34 @@ def _network_key(program: Program, tensors: tuple[Tensor, ...], settings: Settin
     return None
 
 
-def _plan_with_layout(
-    program: Program, tensors: tuple[Tensor, ...], expected: Any, search: Search, layout: str
+def _accurate_plan(
+    program: Program,
+    tensors: tuple[Tensor, ...],
+    expected: Any,
+    search: Search,
+    layout: str,
+    limits: Limits,
+    pinned: list[dict[FrozenLayer, set[Hashable]]],
 ) -> Plan | None:
-    """The plan with this layout between the layers; None if its result is not the expected one."""
-    walk = _choose_each(program, tensors, search, layout)
+    """As `_plan_with_layout`, with tiles as small as the network needs them; None if that is not enough."""
+    while True:
+        program.registry.pin_packs(pinned)
+        plan = _plan_with_layout(program, tensors, expected, search, layout, limits)
+        if plan is None:
+            return None
+        if search.trusted:
+            return plan if limits.are_met(plan.distances) else None
+        program.registry.pin_packs([*pinned, plan.packs])
+        if limits.admit(plan.distances, plan.tiles, layout):
+            wanted = zip(plan.distances, pytree.tree_leaves(expected), strict=True)
+            return plan if all(d <= _tolerance(want) for d, want in wanted) else None
+
+
+def _plan_with_layout(
+    program: Program, tensors: tuple[Tensor, ...], expected: Any, search: Search, layout: str, limits: Limits
+) -> Plan | None:
+    """The plan with this layout between the layers; None if its result is not of the expected kind."""
+    walk = _choose_each(program, tensors, search, layout, limits)
     if walk is None:
         return None
     running, runs = program, walk.candidates
@@ -169,8 +205,10 @@ def _plan_with_layout(
     plan._make = lambda: running.compiled(runs, walk)
     got_leaves, got_spec = pytree.tree_flatten(plan._make()(*tensors))
     want_leaves, want_spec = pytree.tree_flatten(expected)
-    if want_spec != got_spec or not all(map(_close, got_leaves, want_leaves)):
+    if want_spec != got_spec or not all(map(_same_kind, got_leaves, want_leaves)):
         return None
+    plan.distances = [_distance(got, want) for got, want in zip(got_leaves, want_leaves, strict=True)]
+    plan.tiles = [candidate.tile for candidate in walk.candidates.values()]
     forms = [(want.shape, want.stride()) if isinstance(want, Tensor) else None for want in want_leaves]
     if any(form is not None and got.stride() != form[1] for got, form in zip(got_leaves, forms, strict=True)):
         plan._restore = forms
@@ -183,7 +221,9 @@ def _unused(name: str, names: Collection[str]) -> str:
     return next(one for one in numbered if one not in names)
 
 
-def _choose_each(program: Program, tensors: tuple[Tensor, ...], search: Search, layout: str) -> Walk | None:
+def _choose_each(
+    program: Program, tensors: tuple[Tensor, ...], search: Search, layout: str, limits: Limits
+) -> Walk | None:
     """Run the steps one by one and let each layer choose; None if a layer's operands are of a kind it does not take."""
     values: dict[fx.Node, Any] = dict(zip(program.captured.inputs, tensors, strict=True))
     walk = Walk()
@@ -205,7 +245,7 @@ def _choose_each(program: Program, tensors: tuple[Tensor, ...], search: Search, 
             forth, back = permutations(step)
             problem = layer.problem(x)
             walk.problems[step] = None if problem is None else problem._replace(layout=layout)
-            walk.candidates[step], y = layer.choose(x, back(residual), layout, search)
+            walk.candidates[step], y = layer.choose(x, back(residual), layout, search, limits.of(step))
             value = forth(y)
             search.tick()
         values[step.out] = value
@@ -249,14 +289,18 @@ def _is_ours(x: Any, kind: str) -> bool:
     return isinstance(x, Tensor) and (x.dim() == 4 if kind == "conv" else x.dim() > 1) and x.numel() > 0 and x.is_cpu
 
 
-def _close(got: Any, want: Any) -> bool:
+def _same_kind(got: Any, want: Any) -> bool:
     if not isinstance(want, Tensor):
         return type(got) is type(want) and bool(got == want)
-    if not isinstance(got, Tensor) or got.dtype != want.dtype:
-        return False
-    if not want.is_floating_point():
-        return got.shape == want.shape
-    return distance(got, want) <= _TOLERANCE.get(want.dtype, 0.0)
+    return isinstance(got, Tensor) and got.dtype == want.dtype and got.shape == want.shape
+
+
+def _distance(got: Any, want: Any) -> float:
+    return distance(got, want) if isinstance(want, Tensor) and want.is_floating_point() else 0.0
+
+
+def _tolerance(want: Any) -> float:
+    return _TOLERANCE.get(want.dtype, 0.0) if isinstance(want, Tensor) else 0.0
 
 
 def _restored(result: Any, forms: list[tuple[torch.Size, tuple[int, ...]] | None]) -> Any:

@@ -92,7 +92,7 @@ def fuse(
     search: Search,
 ) -> Fused | None:
     """The block as one call, if that computes the same and is faster than these candidates one by one."""
-    settings, remembered, measure, _ = search
+    settings, remembered, measure, *_ = search
     parts = [layers[step] for step in steps]
     posed = _problems(problems[step] for step in steps)
     if posed is None or any(is_disabled(name, settings.disabled) for name in ("direct", "depthwise")):

@@ -11,11 +11,12 @@ Three checks, each for what the one before misses:
    calls as there are chunks, unless it leaves the sum the same.
 
 After a run of the network nothing of this is in the caches, neither data nor code, so both are kept small: the C
-library reads the memory if it is available.
+library reads the memory if it is available, and words that show that nothing has changed (see `words`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import operator
@@ -27,12 +28,14 @@ import torch
 from torch import Tensor
 
 from convselect.freeze.capture import is_plain
+from convselect.freeze.words import Words, dictionaries_have_tags, tensor_layout
 from convselect.kernels import _library
 
 Source = tuple[dict[str, Any], str]
 
 _CHUNK_WORDS = 8192
 _TURNS = 8
+_RENEWALS = 16
 _version: Any = operator.attrgetter("_version")
 _data_ptr: Any = Tensor.data_ptr
 
@@ -122,10 +125,13 @@ class Watch:
         self._live = list(owners.values())
         self._turn = 0
         self._saved: list[dict[str, Any]] = []
+        self._words: Words | None = None
+        self._renewals = _RENEWALS  # something that writes without changing anything would cost more than it saves
         self._look()
 
     def _look(self) -> None:
         # Versions first: a write during what follows is then noticed at the next call.
+        self._words = self._present_words()
         tensors = [owner[key] for owner, key, _ in self._sources]
         self._saved = [dict(owner) for owner in self._live]
         self._kinds = list(map(_kind, tensors))
@@ -148,6 +154,11 @@ class Watch:
         for samples in (self._every, *self._by_turn):
             samples.complete()
 
+    def _present_words(self) -> Words | None:
+        if not dictionaries_have_tags() or tensor_layout() is None or self._renewals == 0:
+            return None
+        return Words(self._live, [owner[key] for owner, key, _ in self._sources], tensor_layout())
+
     def is_comparable(self) -> bool:
         """Whether the same names hold tensors of the same shapes and types as when it was looked at, which can be read:
         see `is_plain`."""
@@ -159,6 +170,28 @@ class Watch:
 
     def changed(self) -> set[int]:
         """Groups that have changed, by the checks of this call; they stay changed until `accept`."""
+        turn = self._turn
+        if self._words is not None and self._words.same():
+            self._turn = turn + 1
+            by_turn = self._by_turn[turn % _TURNS]
+            found = set() if self._every.same() and by_turn.same() else self._every.changed() | by_turn.changed()
+            self._add_up(turn, found)
+            return found
+        renewed = None
+        if self._words is not None:
+            self._renewals -= 1
+            with contextlib.suppress(KeyError, AttributeError, RuntimeError):
+                renewed = self._present_words()  # before looking, for what is written meanwhile
+        found = self._changed_objects()
+        if renewed is not None:  # they show moved memory, too, which is else asked for in turn
+            for samples in self._by_turn:
+                found |= samples.changed()
+        if not found:
+            self._words = renewed
+        return found
+
+    def _changed_objects(self) -> set[int]:
+        """As `changed`, by asking each."""
         found: set[int] = set()
         try:
             same = self._live == self._saved
@@ -171,11 +204,14 @@ class Watch:
         turn = self._turn
         self._turn = turn + 1
         found |= self._every.changed() | self._by_turn[turn % _TURNS].changed()
+        self._add_up(turn, found)
+        return found
+
+    def _add_up(self, turn: int, found: set[int]) -> None:
         if self._chunks:
             summed, total, group = self._chunks[turn % len(self._chunks)]
             if summed() != total:
                 found.add(group)
-        return found
 
     def changed_anywhere(self) -> set[int]:
         """As `changed`, by all checks."""
