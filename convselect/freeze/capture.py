@@ -158,6 +158,11 @@ class _Recorder(TorchDispatchMode):
         for i, t in enumerate(inputs):
             self._note(t, self.graph.placeholder(f"input_{i}"))
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """PyTorch would import torch._dynamo to keep it out of here, where it never is."""
+        return False
+
     def node(self, t: Tensor) -> Node:
         """The node that makes this tensor; one that is not known yet is a constant."""
         found: Node | None = self._nodes.get(t)

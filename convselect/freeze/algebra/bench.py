@@ -156,7 +156,36 @@ def _elementwise(args: tuple[Any, ...]) -> Tensor:
     operands = [_empty(tensor(arg)) if isinstance(arg, Node) else arg for arg in args]
     tensors = [t for t in operands if isinstance(t, Tensor)]
     dtype = torch.result_type(*operands) if len(operands) == 2 else tensors[0].dtype
-    return torch.empty(torch.broadcast_shapes(*(t.shape for t in tensors)), dtype=dtype, device="meta")
+    return torch.empty(_broadcast([t.shape for t in tensors]), dtype=dtype, device="meta")
+
+
+def _broadcast(shapes: list[torch.Size]) -> torch.Size:
+    """As torch.broadcast_shapes, which would import sympy."""
+    if len(set(shapes)) == 1:
+        return shapes[0]
+    dims = max(map(len, shapes))
+    sizes = zip(*((1,) * (dims - len(one)) + tuple(one) for one in shapes), strict=True)
+    return torch.Size(next((n for n in size if n != 1), 1) for size in sizes)
+
+
+def _like_image(target: Any, args: tuple[Any, ...]) -> Tensor | None:
+    """The result of an elementwise operator on an image and on numbers or vectors that are broadcast to it, which lies
+    as the image does; None for others. (ATen's operators on meta tensors import torch._dynamo: a second.)"""
+    operands = [_empty(tensor(arg)) if isinstance(arg, Node) else arg for arg in args]
+    tensors = sorted((t for t in operands if isinstance(t, Tensor)), key=Tensor.numel)
+    if target not in _ELEMENTWISE or len(operands) > 2 or not tensors:
+        return None
+    image, shapes = tensors[-1], [t.shape for t in tensors]
+    if any(t.numel() == image.numel() for t in tensors[:-1]) or _broadcast(shapes) != image.shape:
+        return None
+    order = sorted(range(image.dim()), key=lambda i: (image.stride(i), image.shape[i] != 1))
+    expected = 1
+    for i in order:
+        if image.shape[i] != 1 and image.stride(i) != expected:
+            return None  # not dense
+        expected *= image.shape[i]
+    dtype = torch.result_type(*operands) if len(operands) == 2 else image.dtype
+    return torch.empty_strided(image.shape, image.stride(), dtype=dtype, device="meta")
 
 
 def _inferred(target: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> Any:
@@ -167,6 +196,9 @@ def _inferred(target: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> Any:
             return _empty(tensor(value))
         return torch.device("meta") if isinstance(value, torch.device) else value
 
+    found = None if kwargs else _like_image(target, tuple(args))
+    if found is not None:
+        return found
     with torch.no_grad():
         return target(*fx.node.map_aggregate(tuple(args), on_meta), **fx.node.map_aggregate(kwargs, on_meta))  # type: ignore[misc]
 
