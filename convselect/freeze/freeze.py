@@ -63,7 +63,8 @@ def freeze(model: M, *example: Any) -> M:
     operations in one pass each, and weights are kept in the form each kernel wants. Then it measures: for every layer,
     the fastest candidate that agrees with PyTorch's operation; for the whole, NCHW or NHWC between the layers, or the
     model as it was if nothing is faster. Parameters, buffers, modules, hooks and state_dict are not touched.
-    `convselect.summary(model)` says what was folded, fused and chosen, and what was left alone and why.
+    `convselect.summary(model)` says what was folded, fused and chosen, and what was left alone and why. Where a network
+    multiplies rounding, tiles of Winograd are smaller: errors stay about within ten times those of the model itself.
 
     Capturing and measuring happen at the first call with inputs of a new shape, stride, dtype or thread count, and take
     from a second to some tens of seconds; the given example makes that first call now. What was chosen is kept in the

@@ -47,7 +47,7 @@ class Kernel(NamedTuple):
 
 DIRECT = Kernel("direct", "cs_direct_frozen", (), direct.pack, takes_pitch=True)
 # For the first layer of a network in NHWC: it reads an image in NCHW where it lies.
-STEM = Kernel("direct", "cs_direct_frozen", (), direct.pack, "direct_from_nchw", direct.reads_other_layouts, takes_pitch=True)
+STEM = DIRECT._replace(label="direct_from_nchw", takes=direct.reads_other_layouts)
 PRODUCT = Kernel("direct", "cs_product_frozen", (), _product.pack, "product", _product.takes, takes_pitch=True)
 STRASSEN = Kernel(
     "direct", "cs_strassen_frozen", (), functools.partial(_product.pack, kernel="strassen"), "strassen",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -230,3 +233,20 @@ def test_weights_are_shared_by_kinds_of_input():
     forward = vars(model)["forward"]
     assert len(forward.plans()) == 3
     assert len({id(layer) for _, plan in forward.plans() for layer in plan.program.layers.values()}) == 1
+
+
+@pytest.mark.process
+def test_freezing_imports_neither_dynamo_nor_sympy():
+    """Each takes longer than planning with known choices."""
+    script = (
+        "import sys, torch, convselect\n"
+        "from torch import nn\n"
+        "norm = nn.BatchNorm2d(8)\n"
+        "model = nn.Sequential(nn.Conv2d(3, 8, 3), norm, nn.ReLU(), nn.Conv2d(8, 8, 3), nn.AdaptiveAvgPool2d(1),\n"
+        "    nn.Flatten(), nn.Linear(8, 4)).eval()\n"
+        "convselect.freeze(model, torch.randn(1, 3, 16, 16))\n"
+        "assert convselect.summary(model).frozen == ('',)\n"
+        "print([name for name in ('torch._dynamo', 'sympy', 'triton') if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -168,10 +168,15 @@ def _broadcast(shapes: list[torch.Size]) -> torch.Size:
     return torch.Size(next((n for n in size if n != 1), 1) for size in sizes)
 
 
-def _like_image(target: Any, args: tuple[Any, ...]) -> Tensor | None:
-    """The result of an elementwise operator on an image and on numbers or vectors that are broadcast to it, which lies
-    as the image does; None for others. (ATen's operators on meta tensors import torch._dynamo: a second.)"""
+def _easily_inferred(target: Any, args: tuple[Any, ...]) -> Tensor | None:
+    """The result of a linear layer, of the mean of an image, or of an elementwise operator on an image and on what is
+    broadcast to it, which lies as the image does; None for others. (ATen's operators on meta tensors import
+    torch._dynamo: a second.)"""
     operands = [_empty(tensor(arg)) if isinstance(arg, Node) else arg for arg in args]
+    if target is aten.linear.default and operands[0].is_contiguous() and operands[0].dim() > 1:
+        return torch.empty((*operands[0].shape[:-1], len(operands[1])), dtype=operands[0].dtype, device="meta")
+    if target is aten.mean.dim and operands[1:] == [[2, 3], True] and operands[0].dim() == 4:
+        return torch.empty((*operands[0].shape[:2], 1, 1), dtype=operands[0].dtype, device="meta")
     tensors = sorted((t for t in operands if isinstance(t, Tensor)), key=Tensor.numel)
     if target not in _ELEMENTWISE or len(operands) > 2 or not tensors:
         return None
@@ -196,7 +201,7 @@ def _inferred(target: Any, args: Iterable[Any], kwargs: dict[str, Any]) -> Any:
             return _empty(tensor(value))
         return torch.device("meta") if isinstance(value, torch.device) else value
 
-    found = None if kwargs else _like_image(target, tuple(args))
+    found = None if kwargs else _easily_inferred(target, tuple(args))
     if found is not None:
         return found
     with torch.no_grad():

@@ -49,12 +49,12 @@ RULES: tuple[Callable[[fx.Graph], int], ...] = (
 def rewrite(graph: fx.Graph) -> dict[str, int]:
     """Simplify a graph of ATen operators by identities of algebra, in place; how often each rule applied, by its name.
 
-    The graph is one that `make_fx` made of a functionalised forward in evaluation mode without gradients: parameters
-    and buffers are `get_attr` nodes, and `meta["val"]` of every value has its shape, strides and element type. Results
-    stay the same up to rounding, in shape, type and strides (but for dimensions of size 1). What is computed from
-    parameters and buffers alone becomes expressions in front of the graph (see `constants.Constants`); none is
-    evaluated. New nodes have a `meta["val"]` too, some of it on the meta device. A graph that writes to its arguments,
-    parameters or buffers stays as it is.
+    The graph is that of a functionalised forward in evaluation mode without gradients, as `capture` writes it:
+    parameters and buffers are `get_attr` nodes, and `meta["val"]` of every value has its shape, strides and element
+    type. Results stay the same up to rounding, in shape, type and strides (but for dimensions of size 1). What is
+    computed from parameters and buffers alone becomes expressions in front of the graph (see `constants.Constants`);
+    none is evaluated. New nodes have a `meta["val"]` too, some of it on the meta device. A graph that writes to its
+    arguments, parameters or buffers stays as it is.
 
     Raises:
         ValueError: if a value has no `meta["val"]`.
