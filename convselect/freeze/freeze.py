@@ -31,6 +31,7 @@ from convselect.freeze.program import Program, Registry
 from convselect.freeze.remembered import Remembered
 from convselect.freeze.watch import Watch
 from convselect.freeze.words import Words, dictionaries_have_tags
+from convselect.kernels import _library
 from convselect.layer import check_module
 
 M = TypeVar("M", bound=nn.Module)
@@ -384,6 +385,8 @@ class FrozenForward:
                 assert self._registry is not None
                 self._registry.keep([plan.program for _, plan in self.plans() if plan.program is not None])
             self._look()
+            if plan.eager_us is not None:
+                _library.give_back()  # measuring held results and packed weights of many candidates
             return result
 
     def _made_plan(

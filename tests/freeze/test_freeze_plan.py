@@ -222,3 +222,15 @@ def test_results_that_show_memory_of_the_plan_are_copies():
     model(torch.randn(2, 4, 5, 6))
     for got, want in zip(pytree.tree_leaves(first), pytree.tree_leaves(kept), strict=True):
         assert torch.equal(got, want)
+
+
+def test_memory_that_measuring_held_is_given_back(monkeypatch):
+    model = randomised(nn.Sequential(conv_bn(3, 8, activation=nn.ReLU()), conv_bn(8, 8)))
+    given_back = []
+    monkeypatch.setattr(freezing._library, "give_back", lambda: given_back.append(1))
+    x = torch.randn(1, 3, 12, 12)
+    convselect.freeze(model, x)
+    assert given_back
+    given_back.clear()
+    model(x)
+    assert not given_back
