@@ -15,12 +15,19 @@ from _guarded import Guarded, Heap, at, placed
 from torch import Tensor
 
 from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS
-from convselect.freeze import pointwise, reduce
+from convselect.freeze import attention, pointwise, reduce
 from convselect.freeze.bound import Bound
 from convselect.freeze.pointwise import Input, Result
 from convselect.kernels import _library
 
 _FORMATS = {CONTIGUOUS: torch.contiguous_format, CHANNELS_LAST: torch.channels_last}
+
+_STATISTICS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[..., Bound | None]]] = {
+    "sum": (lambda x: x.sum((2, 3), keepdim=True), reduce.total),
+    "norm": (lambda x: torch.linalg.vector_norm(x, 2, (2, 3), keepdim=True), reduce.norm),
+    "variance": (lambda x: x.var((2, 3), correction=0, keepdim=True), lambda *args: reduce.variance(*args, 0)),
+    "largest": (lambda x: x.amax((2, 3), keepdim=True), reduce.largest),
+}
 
 
 class Case(NamedTuple):
@@ -45,7 +52,7 @@ def cases(seed: int, count: int) -> Iterator[Case]:
         layout = r.choice((CONTIGUOUS, CHANNELS_LAST))
         N, C, H, W = shape = r.choice((1, 2)), r.randint(1, 67), r.randint(1, 23), r.randint(1, 67)
         x, y = normal(*shape), normal(*shape)
-        kind = i % 8
+        kind = i % 11
         if kind < 2:
             other = normal(*(n if r.random() < 0.5 else 1 for n in shape))
             program = [("mul", (Input(0), Input(1))), ("add", (Result(0), Input(2))), ("silu", (Result(1),))]
@@ -54,6 +61,22 @@ def cases(seed: int, count: int) -> Iterator[Case]:
                        lambda held, out, p=program: pointwise.bind(p, held, out))  # fmt: skip
         elif kind == 2:
             yield Case("mean", layout, [x], x.mean((2, 3), keepdim=True), lambda held, out: reduce.mean(held[0], out))
+        elif kind == 8:
+            operation = r.choice(list(_STATISTICS))
+            plain, ours = _STATISTICS[operation]
+            yield Case(operation, layout, [x], plain(x), lambda held, out, ours=ours: ours(held[0], out, (2, 3)))
+        elif kind == 9:
+            groups = r.choice([g for g in (1, 2, 3, C) if C % g == 0])
+            weight, bias = normal(C), normal(C)
+            yield Case("group_norm", layout, [x, weight, bias], F.group_norm(x, groups, weight, bias, 1e-3),
+                       lambda held, out, g=groups: reduce.group_norm(held[0], g, *held[1:], 1e-3, out))  # fmt: skip
+        elif kind == 10:
+            keys, mask = r.randint(1, 67), normal(1, r.choice((1, C)), H, 1)
+            mask = mask.expand(-1, -1, -1, keys).contiguous() if r.random() < 0.7 else mask
+            qkv = [normal(N, C, rows, W) for rows in (H, keys, keys)]
+            yield Case("attention", layout, [qkv[0], torch.stack(qkv[1:]).flatten(0, 1), mask],
+                       F.scaled_dot_product_attention(*qkv, attn_mask=mask),
+                       lambda held, out: attention.attention(held[0], *held[1].chunk(2), held[2], out))  # fmt: skip
         elif kind == 3:
             weight, bias = normal(C), normal(C)
             want = F.layer_norm(x.permute(0, 2, 3, 1), (C,), weight, bias, 1e-3).permute(0, 3, 1, 2)

@@ -183,7 +183,7 @@ class _Recorder(TorchDispatchMode):
             raise Uncapturable("forward reads a value of a tensor")
         if torch.Tag.dynamic_output_shape in tags and (func is not _aten.index.Tensor or _by_mask(args[1])):
             raise Uncapturable("sizes depend on data")
-        if torch.Tag.nondeterministic_seeded in tags and "dropout" not in func.name():
+        if torch.Tag.nondeterministic_seeded in tags and _draws(func, args, kwargs or {}):
             raise Uncapturable("forward draws random numbers")
         with self:
             parts = func.decompose(*args, **kwargs)
@@ -211,6 +211,15 @@ def _form(value: Any) -> Any:
     if not isinstance(value, Tensor) or value.layout != torch.strided:
         return value
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+
+def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether this operation, which can draw random numbers, does so with these arguments."""
+    parameters = func._schema.arguments
+    given = {parameter.name: parameter.default_value for parameter in parameters if parameter.has_default_value()}
+    given |= {parameter.name: value for parameter, value in zip(parameters, args, strict=False)} | kwargs
+    # Attention drops a share of 0; dropout and rrelu are not in training (None is True there).
+    return not (given.get("dropout_p") == 0 or False in (given.get("train"), given.get("training")))
 
 
 def _by_mask(indices: Any) -> bool:

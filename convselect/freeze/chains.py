@@ -9,7 +9,7 @@ layer's result. What is left of pointwise operations becomes programs of as many
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,10 +25,20 @@ _aten = torch.ops.aten
 
 MAX_LINEAR_BYTES = 16 * 2**20
 _SMALL = 2**16  # elements of a constant that is copied
-_FIRST_RESULT = {
-    _aten.max_pool2d_with_indices.default: _aten.max_pool2d.default,
-    _aten.native_layer_norm.default: _aten.layer_norm.default,
-}
+_Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
+# Operations of which often only the first result is read -> the same with no other.
+_FIRST_RESULT: dict[Any, Callable[..., _Call]] = {
+    _aten.max_pool2d_with_indices.default: lambda *args, **kwargs: (_aten.max_pool2d.default, args, kwargs),
+    _aten.native_layer_norm.default: lambda *args, **kwargs: (_aten.layer_norm.default, args, kwargs),
+    _aten.native_group_norm.default: lambda x, weight, bias, N, C, pixels, groups, eps: (
+        _aten.group_norm.default, (x, groups, weight, bias, eps), {},
+    ),
+    _aten._scaled_dot_product_flash_attention_for_cpu.default: (
+        lambda q, k, v, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None: (
+            _aten.scaled_dot_product_attention.default, (q, k, v, attn_mask, dropout_p, is_causal), {"scale": scale},
+        )
+    ),
+}  # fmt: skip
 _GATED = {"none": "gelu", "tanh": "gelu_tanh"}
 _ACTIVATIONS: dict[Any, str] = {
     _aten.relu.default: "relu", _aten.relu6.default: "relu6", _aten.silu.default: "silu",
@@ -110,6 +120,8 @@ def steps_of(captured: Captured) -> list[Step]:
     """The graph as steps, each at the place of its last node."""
     graph = captured.graph
     _take_single_results(graph)
+    _without_copies(graph)
+    captured.results = list(next(iter(reversed(graph.nodes))).args[0])  # type: ignore[arg-type]
     constants = constant_nodes(graph)
     nodes = list(graph.nodes)
     steps: dict[Node, Step] = {}
@@ -140,16 +152,33 @@ def steps_of(captured: Captured) -> list[Step]:
 def _take_single_results(graph: fx.Graph) -> None:
     """Operations of which only the first result is read become those that have no other."""
     for node in list(graph.nodes):
-        single = _FIRST_RESULT.get(node.target)
-        if single is None or not all(user.target is operator.getitem and user.args[1] == 0 for user in node.users):
+        single_of = _FIRST_RESULT.get(node.target)
+        if single_of is None or not all(user.target is operator.getitem and user.args[1] == 0 for user in node.users):
             continue
         for user in list(node.users):
             with graph.inserting_before(node):
-                new = graph.call_function(single, node.args, dict(node.kwargs))
+                new = graph.call_function(*single_of(*node.args, **node.kwargs))
             new.meta = dict(user.meta)
             user.replace_all_uses_with(new)
             graph.erase_node(user)
         graph.erase_node(node)
+
+
+def _without_copies(graph: fx.Graph) -> None:
+    """Attention reads q, k and v where they lie: no copies in another order for it alone."""
+    for node in list(graph.nodes):
+        if node.target is not _aten.scaled_dot_product_attention.default:
+            continue
+        for copied in dict.fromkeys(node.args[:3]):
+            if copied.target is _aten.clone.default and list(copied.users) == [node]:
+                copied.replace_all_uses_with(copied.args[0])
+                graph.erase_node(copied)
+
+
+def is_mask(node: Node) -> bool:
+    """Whether this value is read as the mask of attention, and by nobody else."""
+    attention = _aten.scaled_dot_product_attention.default
+    return all(user.target is attention and user.args.index(node) == 3 for user in node.users)
 
 
 def _nodes_in(arguments: Any) -> list[Node]:

@@ -53,6 +53,8 @@ class FrozenConv(FrozenLayer):
         )
         if layout == CHANNELS_LAST and x.is_contiguous():
             found += self.kernel_candidates((STEM,), problem, settings, Form.like(x), y_form)
+        if problem.is_pointwise and problem.H == problem.W == 1:  # one pixel lies the same way in both layouts
+            problem = problem._replace(layout=CHANNELS_LAST)
         return found + self.kernel_candidates(KERNELS, problem, settings, x_form, y_form)
 
     def _native(self, layout: str) -> Candidate:

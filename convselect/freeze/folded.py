@@ -32,12 +32,19 @@ def is_finite(*tensors: Tensor | None) -> bool:
 
 
 class FrozenConstant:
-    """An expression of constants. `value` is always the same memory."""
+    """An expression of constants. `value` is always the same memory.
 
-    def __init__(self, node: fx.Node) -> None:
-        self.node = node
+    Args:
+        is_mask: it is added to scores of attention alone, where -infinity is a number like any other.
+    """
+
+    def __init__(self, node: fx.Node, is_mask: bool = False) -> None:
+        self.node, self._is_mask = node, is_mask
         self.value = self._computed()
-        self.finite = is_finite(self.value)
+
+    @property
+    def finite(self) -> bool:
+        return is_finite(self.value.clamp(min=0) if self._is_mask else self.value)
 
     def _computed(self) -> Tensor:
         return evaluated(self.node)[0].to(self.node.meta["val"].dtype)
@@ -51,5 +58,4 @@ class FrozenConstant:
         if value.shape != self.value.shape or value.dtype != self.value.dtype:
             return False
         self.value.copy_(value)
-        self.finite = is_finite(self.value)
         return True

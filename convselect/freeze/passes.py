@@ -1,4 +1,4 @@
-"""Steps that are one pass over memory by the C library, or ATen where it does not take them."""
+"""Steps that one function of the C library computes, or ATen where it does not take them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from convselect.freeze import pointwise, reduce
+from convselect.freeze import attention, pointwise, reduce
 from convselect.freeze.bound import Bound
 from convselect.freeze.candidates import Form, OtherForm, distance
 from convselect.freeze.chains import Step
@@ -86,14 +86,60 @@ def _mean(x: Any, dim: Any, keepdim: bool = False, *, dtype: Any = None) -> Make
     return None if dtype is not None or not dim else lambda inputs, out: reduce.mean(inputs[0], out, dim)
 
 
+def _sum(x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Maker | None:
+    return None if dtype is not None or not dim else lambda inputs, out: reduce.total(inputs[0], out, dim)
+
+
+def _norm(x: Any, order: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Maker | None:
+    if order != 2 or dtype is not None or not dim:
+        return None
+    return lambda inputs, out: reduce.norm(inputs[0], out, dim)
+
+
+def _variance(x: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Maker | None:
+    less = 1 if correction is None else correction
+    return None if not dim else lambda inputs, out: reduce.variance(inputs[0], out, dim, less)
+
+
+def _largest(x: Any, dim: Any = (), keepdim: bool = False) -> Maker | None:
+    return None if not dim else lambda inputs, out: reduce.largest(inputs[0], out, dim)
+
+
+def _affine(inputs: Sequence[Tensor], *parts: Any) -> list[Tensor | None]:
+    """The inputs behind the first one, None in place of the parts that are None."""
+    given = iter(inputs[1:])
+    return [None if part is None else next(given) for part in parts]
+
+
 def _layer_norm(x: Any, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any) -> Maker | None:
     if len(shape) != 1:
         return None
 
     def make(inputs: Sequence[Tensor], out: Tensor) -> Bound | None:
-        given = iter(inputs[1:])
-        own_weight, own_bias = (None if part is None else next(given) for part in (weight, bias))
+        own_weight, own_bias = _affine(inputs, weight, bias)
         return reduce.layer_norm(inputs[0], own_weight, own_bias, eps, out)
+
+    return make
+
+
+def _group_norm(x: Any, groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any) -> Maker | None:
+    def make(inputs: Sequence[Tensor], out: Tensor) -> Bound | None:
+        own_weight, own_bias = _affine(inputs, weight, bias)
+        return reduce.group_norm(inputs[0], groups, own_weight, own_bias, eps, out)
+
+    return make
+
+
+def _attention(
+    q: Any, k: Any, v: Any, mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False, *, scale: Any = None,
+    enable_gqa: bool = False,
+) -> Maker | None:  # fmt: skip
+    if is_causal or enable_gqa or dropout_p:
+        return None
+
+    def make(inputs: Sequence[Tensor], out: Tensor) -> Bound | None:
+        own_q, own_k, own_v, *own_mask = inputs
+        return attention.attention(own_q, own_k, own_v, own_mask[0] if own_mask else None, out, scale)
 
     return make
 
@@ -125,7 +171,13 @@ def _copy(x: Any, **_: Any) -> Maker | None:
 
 _CALLS: dict[Any, Callable[..., Maker | None]] = {
     _aten.mean.dim: _mean,
+    _aten.sum.dim_IntList: _sum,
+    _aten.linalg_vector_norm.default: _norm,
+    _aten.var.correction: _variance,
+    _aten.amax.default: _largest,
     _aten.layer_norm.default: _layer_norm,
+    _aten.group_norm.default: _group_norm,
+    _aten.scaled_dot_product_attention.default: _attention,
     _aten.max_pool2d.default: _max_pool,
     _aten.avg_pool2d.default: _avg_pool,
     _aten.cat.default: _concatenate,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from convselect.freeze.bound import Bound
+from convselect.freeze.bound import Bound, Call, bound
 from convselect.kernels import _library
 
 DIMS = 4
@@ -61,11 +61,10 @@ class _Instruction(ctypes.Structure):
     )  # fmt: skip
 
 
-class _Program(ctypes.Structure):
+class _Program(Call):
     """`cs_pointwise_program` of csrc/convselect.h."""
 
     _fields_ = (
-        ("isa", ctypes.c_int32), ("threads", ctypes.c_int32),
         ("sizes", ctypes.c_int64 * DIMS), ("strides", ctypes.c_int64 * DIMS),
         ("input_strides", ctypes.c_void_p), ("instructions", ctypes.c_void_p),
         ("inputs", ctypes.c_int64), ("instructions_count", ctypes.c_int64),
@@ -98,8 +97,7 @@ def bind(instructions: Sequence[Instruction], inputs: Sequence[Tensor], out: Ten
     constants: list[float] = []
     coded = _coded(instructions, len(inputs), constants)
     form = _form(inputs, out)
-    loaded = _library.library()
-    if coded is None or form is None or loaded is None or len(inputs) + len(constants) > INPUTS:
+    if coded is None or form is None or not _library.available() or len(inputs) + len(constants) > INPUTS:
         return None
     sizes, strides, input_strides = form
     numbers = (ctypes.c_float * max(len(constants), 1))(*constants)
@@ -113,10 +111,7 @@ def bind(instructions: Sequence[Instruction], inputs: Sequence[Tensor], out: Ten
         _library.isa(), torch.get_num_threads(), (ctypes.c_int64 * DIMS)(*sizes), (ctypes.c_int64 * DIMS)(*strides),
         ctypes.addressof(steps), ctypes.addressof(code), len(addresses), len(coded),
     )  # fmt: skip
-    function = loaded["cs_pointwise"]
-    function.argtypes, function.restype = (ctypes.c_void_p,) * 3, ctypes.c_int32
-    arguments = (ctypes.addressof(program), ctypes.addressof(pointers), out.data_ptr())
-    return Bound(function, arguments, (program, pointers, steps, code, numbers, tuple(inputs), out))
+    return bound("cs_pointwise", program, pointers, out, steps, code, numbers, tuple(inputs))
 
 
 # ---- instructions ---------------------------------------------------------------------------------------------------
@@ -227,7 +222,7 @@ def _form(
         all_strides = [out.stride(), *(t.expand(out.shape).stride() for t in inputs)]
     except RuntimeError:
         return None
-    if any(_overlap(t, out) and _place(t) != _place(out) for t in inputs):
+    if any(shares_memory(t, out) and _place(t) != _place(out) for t in inputs):
         return None
     steps = out.stride()
     order = sorted((d for d in range(out.dim()) if out.shape[d] > 1), key=lambda d: (-steps[d], d))
@@ -263,7 +258,7 @@ def _place(t: Tensor) -> tuple[int, torch.Size, list[int]]:
     return t.data_ptr(), t.shape, [step for n, step in zip(t.shape, t.stride(), strict=True) if n > 1]
 
 
-def _overlap(a: Tensor, b: Tensor) -> bool:
+def shares_memory(a: Tensor, b: Tensor) -> bool:
     """Whether the ranges of memory that two tensors span meet, and not as channels of the same pixels."""
     begins = [t.data_ptr() for t in (a, b)]
     ends = [t.data_ptr() + 4 * (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))) for t in (a, b)]

@@ -17,7 +17,7 @@ from convselect.base.problem import ConvProblem
 from convselect.freeze import pages
 from convselect.freeze.candidates import Candidate, Form, Run
 from convselect.freeze.capture import Captured
-from convselect.freeze.chains import Layer, Step, meta_of, steps_of
+from convselect.freeze.chains import Layer, Step, is_mask, meta_of, steps_of
 from convselect.freeze.conv import FrozenConv
 from convselect.freeze.folded import FrozenConstant
 from convselect.freeze.joining import Joining
@@ -46,7 +46,8 @@ class Registry:
         return self._entry(key, lambda: kind(layer))  # type: ignore[return-value]
 
     def constant(self, node: fx.Node, key_of: Callable[[fx.Node], str]) -> FrozenConstant:
-        return self._entry(("constant", key_of(node)), lambda: FrozenConstant(node))  # type: ignore[return-value]
+        mask = is_mask(node)
+        return self._entry(("constant", key_of(node), mask), lambda: FrozenConstant(node, mask))  # type: ignore[return-value]
 
     def _entry(self, key: Hashable, make: Callable[[], FrozenLayer | FrozenConstant]) -> FrozenLayer | FrozenConstant:
         found = self.entries.get(key)

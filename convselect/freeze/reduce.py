@@ -1,4 +1,5 @@
-"""Means, normalisation, softmax, pooling and concatenation by the C library (`csrc/reduce.inc`, `csrc/pool.inc`).
+"""Statistics, normalisation, softmax, pooling and concatenation by the C library (`csrc/reduce.inc`,
+`csrc/group_norm.inc`, `csrc/pool.inc`).
 
 Each function binds one call to the memory of its tensors, which are float32 on the CPU, and returns None if they are
 not, or their strides are not covered. Results are ATen's up to rounding, NaN and infinity included. The number of
@@ -10,36 +11,46 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
 
 from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS
-from convselect.freeze.bound import Bound
-from convselect.freeze.pointwise import interleaved, is_plain
+from convselect.freeze.bound import Bound, Call, bound
+from convselect.freeze.pointwise import is_plain, shares_memory
 from convselect.kernels import _library
 
 Pair = int | Sequence[int]
 
 
-class _Reduction(ctypes.Structure):
+# What `cs_reduce` computes.
+_SUM, _NORM, _VARIANCE, _LARGEST = range(4)
+
+
+class _Reduction(Call):
     """`cs_reduction` of csrc/convselect.h."""
 
     _fields_ = (
-        ("isa", ctypes.c_int32), ("threads", ctypes.c_int32),
         ("outer", ctypes.c_int64), ("reduced", ctypes.c_int64), ("inner", ctypes.c_int64),
         ("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p),
-        ("epsilon", ctypes.c_float), ("reserved", ctypes.c_float),
+        ("epsilon", ctypes.c_float), ("operation", ctypes.c_int32), ("divisor", ctypes.c_double),
     )  # fmt: skip
 
 
-class _Pooling(ctypes.Structure):
+class _GroupedNorm(Call):
+    """`cs_grouped_norm` of csrc/convselect.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("N", "C", "pixels", "groups")),
+        ("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("epsilon", ctypes.c_float), ("layout", ctypes.c_int32),
+    )  # fmt: skip
+
+
+class _Pooling(Call):
     """`cs_pooling` of csrc/convselect.h."""
 
     _fields_ = (
-        ("isa", ctypes.c_int32), ("threads", ctypes.c_int32),
         *((name, ctypes.c_int64) for name in (
             "N", "C", "H", "W", "R", "S", "P", "Q", "stride_h", "stride_w", "pad_h", "pad_w", "dil_h", "dil_w",
             "divisor",
@@ -50,11 +61,10 @@ class _Pooling(ctypes.Structure):
     )  # fmt: skip
 
 
-class _Joining(ctypes.Structure):
+class _Joining(Call):
     """`cs_joining` of csrc/convselect.h."""
 
     _fields_ = (
-        ("isa", ctypes.c_int32), ("threads", ctypes.c_int32),
         ("rows", ctypes.c_int64), ("inputs", ctypes.c_int64), ("pitch", ctypes.c_int64),
         ("sizes", ctypes.c_void_p), ("pitches", ctypes.c_void_p), ("places", ctypes.c_void_p),
     )  # fmt: skip
@@ -64,6 +74,34 @@ def mean(x: Tensor, out: Tensor, dim: Sequence[int] = (2, 3)) -> Bound | None:
     """out = x.mean(dim, keepdim=True), with x dense in some order of its dimensions in which those of `dim` are
     neighbours: the pixels of NCHW and NHWC images, the tokens of (N, tokens, C). `out` is dense in the same order; a
     result without the kept dimensions may be given as well."""
+    return _reduced(_SUM, x, out, dim, lambda n: n)
+
+
+def total(x: Tensor, out: Tensor, dim: Sequence[int]) -> Bound | None:
+    """out = x.sum(dim, keepdim=True); x and out as in `mean`."""
+    return _reduced(_SUM, x, out, dim)
+
+
+def norm(x: Tensor, out: Tensor, dim: Sequence[int]) -> Bound | None:
+    """out = linalg.vector_norm(x, 2, dim, keepdim=True); x and out as in `mean`."""
+    return _reduced(_NORM, x, out, dim)
+
+
+def variance(x: Tensor, out: Tensor, dim: Sequence[int], correction: float = 1) -> Bound | None:
+    """out = x.var(dim, correction=correction, keepdim=True); x and out as in `mean`. None if no value would be left to
+    divide by."""
+    return _reduced(_VARIANCE, x, out, dim, lambda n: n - correction)
+
+
+def largest(x: Tensor, out: Tensor, dim: Sequence[int]) -> Bound | None:
+    """out = x.amax(dim, keepdim=True); x and out as in `mean`."""
+    return _reduced(_LARGEST, x, out, dim)
+
+
+def _reduced(
+    operation: int, x: Tensor, out: Tensor, dim: Sequence[int], divisor: Callable[[int], float] = lambda _: 1
+) -> Bound | None:
+    """divisor: of the sum, from the number of values."""
     reduced = {d % x.dim() for d in dim} if x.dim() else set()
     kept = [1 if d in reduced else n for d, n in enumerate(x.shape)]
     if not reduced or not _ready(x, out):
@@ -75,7 +113,10 @@ def mean(x: Tensor, out: Tensor, dim: Sequence[int] = (2, 3)) -> Bound | None:
     if list(out.shape) != kept:
         return None
     call = _reduction(x, out, reduced)
-    return None if call is None else _bound("cs_mean_middle", call, x, out)
+    if call is None or divisor(call.reduced) <= 0:
+        return None
+    call.operation, call.divisor = operation, divisor(call.reduced)
+    return bound("cs_reduce", call, x, out)
 
 
 def layer_norm(
@@ -95,7 +136,24 @@ def layer_norm(
         return None
     call.weight, call.bias = (None if t is None else t.data_ptr() for t in (weight, bias))
     call.epsilon = eps
-    return _bound("cs_layer_norm", call, x, out, weight, bias)
+    return bound("cs_layer_norm", call, x, out, weight, bias)
+
+
+def group_norm(
+    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, out: Tensor
+) -> Bound | None:
+    """out = torch.nn.functional.group_norm(x, groups, weight, bias, eps). x (N, C, H, W) and out are dense in the same
+    layout, NCHW or NHWC, and may be the same memory; weight and bias are (C,) or None."""
+    affine = [t for t in (weight, bias) if t is not None]
+    if x.dim() != 4 or not _ready(x, out) or not _alike(x, out) or groups < 1 or x.shape[1] % groups:
+        return None
+    layouts, (N, C, H, W) = _layouts(x), x.shape
+    if not layouts or not all(is_plain(t) and t.is_contiguous() and t.shape == (C,) for t in affine):
+        return None
+    layout = _library.LAYOUTS[CONTIGUOUS if CONTIGUOUS in layouts else CHANNELS_LAST]
+    at = (None if t is None else t.data_ptr() for t in (weight, bias))
+    call = _GroupedNorm(_library.isa(), torch.get_num_threads(), N, C, H * W, groups, *at, eps, layout)
+    return bound("cs_group_norm", call, x, out, weight, bias)
 
 
 def softmax(x: Tensor, out: Tensor) -> Bound | None:
@@ -103,7 +161,7 @@ def softmax(x: Tensor, out: Tensor) -> Bound | None:
     if x.dim() == 0 or not _ready(x, out) or not x.is_contiguous() or not _alike(x, out):
         return None
     call = _reduction(x, None, {x.dim() - 1})
-    return None if call is None else _bound("cs_softmax", call, x, out)
+    return None if call is None else bound("cs_softmax", call, x, out)
 
 
 def max_pool(
@@ -118,7 +176,7 @@ def max_pool(
     """out = max_pool2d(x, ...), without indices. x (N, C, H, W) and out are dense in the same layout, NCHW or NHWC;
     in NHWC each may be some channels of a larger image."""
     call = _pooling(x, out, kernel, stride, padding, dilation, ceil_mode)
-    return None if call is None else _bound("cs_pool", call, x, out)
+    return None if call is None else bound("cs_pool", call, x, out)
 
 
 def avg_pool(
@@ -136,7 +194,7 @@ def avg_pool(
     if call is None or divisor_override == 0:
         return None
     call.average, call.counts_padding, call.divisor = 1, count_include_pad, divisor_override or 0
-    return _bound("cs_pool", call, x, out)
+    return bound("cs_pool", call, x, out)
 
 
 def concatenate(inputs: Sequence[Tensor], out: Tensor, dim: int, there: Collection[int] = ()) -> Bound | None:
@@ -178,9 +236,7 @@ def concatenate(inputs: Sequence[Tensor], out: Tensor, dim: int, there: Collecti
         _library.isa(), torch.get_num_threads(), rows[0], count, pitches[-1],
         ctypes.addressof(all_sizes), ctypes.addressof(all_pitches), ctypes.addressof(places),
     )  # fmt: skip
-    function = _function("cs_join")
-    arguments = (ctypes.addressof(call), ctypes.addressof(pointers), out.data_ptr())
-    return Bound(function, arguments, (call, all_sizes, all_pitches, places, pointers, inputs, out))
+    return bound("cs_join", call, pointers, out, all_sizes, all_pitches, places, inputs)
 
 
 # ---- shapes and strides ---------------------------------------------------------------------------------------------
@@ -204,15 +260,6 @@ def _runs(t: Tensor, order: Sequence[int], dim: int) -> tuple[int, int, int] | N
         expected *= t.shape[d]
         rows *= t.shape[d]
     return rows, step, pitch
-
-
-def shares_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether one of two dense tensors, or parts of one along their channels, reaches into the memory of the other."""
-    if interleaved(a, b):
-        return False
-    first, second = a.data_ptr(), b.data_ptr()
-    spans = [4 + 4 * sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) for t in (a, b)]
-    return first < second + spans[1] and second < first + spans[0]
 
 
 def _ready(x: Tensor, out: Tensor) -> bool:
@@ -305,15 +352,3 @@ def _pair(value: Pair) -> tuple[int, int]:
         return value, value
     values = tuple(value)
     return (values[0], values[0]) if len(values) == 1 else (values[0], values[1])
-
-
-def _function(name: str) -> Any:
-    loaded = _library.library()
-    assert loaded is not None
-    function = loaded[name]
-    function.argtypes, function.restype = (ctypes.c_void_p,) * 3, ctypes.c_int32
-    return function
-
-
-def _bound(name: str, call: ctypes.Structure, x: Tensor, out: Tensor, *others: Tensor | None) -> Bound:
-    return Bound(_function(name), (ctypes.addressof(call), x.data_ptr(), out.data_ptr()), (call, x, out, others))

@@ -12,6 +12,7 @@ from networks import CONV, Flagged, distance, eager, frozen_outputs, randomised,
 from torch import nn
 
 import convselect
+from convselect.freeze.capture import Uncapturable, capture
 
 
 class Counts(nn.Module):
@@ -223,6 +224,51 @@ def test_what_depends_on_more_than_sizes(how):
         got, want = (got.value, want.value) if how == "object" else (got, want)
         assert distance(got, want) < CONV
     assert convselect.summary(model).frozen == ("conv",)
+
+
+X = torch.randn(2, 4, 5, 5)
+DRAW_NOTHING = {
+    "attention": lambda x: F.scaled_dot_product_attention(x, x, x),
+    "attention with a mask": lambda x: F.scaled_dot_product_attention(x, x, x, attn_mask=torch.eye(5)),
+    "dropout in evaluation": lambda x: F.dropout(x, 0.5, training=False),
+    "dropout of nothing": lambda x: F.dropout(x, 0.0, training=True),
+    "native dropout in evaluation": lambda x: torch.native_dropout(x, 0.5, False)[0],
+    "rrelu in evaluation": lambda x: F.rrelu(x),
+}
+DRAW = {
+    "attention": lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5),
+    "dropout": lambda x: F.dropout(x, 0.5, training=True),
+    "alpha dropout": lambda x: F.alpha_dropout(x, 0.5, training=True),
+    "native dropout": lambda x: torch.native_dropout(x, 0.5, True)[0],
+    "native dropout by default": lambda x: torch.native_dropout(x, 0.5, None)[0],
+    "rrelu": lambda x: F.rrelu(x, training=True),
+    "noise": lambda x: x + torch.randn_like(x),
+    "a permutation": lambda x: x[:, torch.randperm(4)],
+}
+
+
+class Function(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.conv, self.function = nn.Conv2d(4, 4, 1), function
+
+    def forward(self, x):
+        return self.function(self.conv(x))
+
+
+@pytest.mark.parametrize("name", DRAW_NOTHING)
+def test_what_draws_no_numbers_with_these_arguments(name):
+    model = randomised(Function(DRAW_NOTHING[name]))
+    want, got, report = frozen_outputs(model, X)
+    assert report.frozen == ("",)
+    assert distance(got, want) < CONV
+
+
+@pytest.mark.parametrize("name", DRAW)
+def test_what_draws_numbers(name):
+    model = Function(DRAW[name]).eval()
+    with torch.no_grad(), pytest.raises(Uncapturable, match="random numbers"):
+        capture(model, (X,))
 
 
 def test_weights_are_shared_by_kinds_of_input():

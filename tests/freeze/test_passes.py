@@ -14,6 +14,14 @@ from convselect.freeze import passes, plan
 
 pytestmark = needs_library
 
+
+def attended(y, v, mask):
+    """Two heads of 4 channels, over pixels, as CoAtNet has it: with copies, and the result back in an image."""
+    q, k = (t.flatten(2).view(2, 2, 4, 63).transpose(-1, -2).contiguous() for t in (y, v))
+    out = F.scaled_dot_product_attention(q, k, k, attn_mask=mask)
+    return out.transpose(-1, -2).reshape(2, 8, 7, 9)
+
+
 OPERATIONS = {
     "gate": lambda y, v: y * torch.sigmoid(v.mean((2, 3), keepdim=True)),
     "gate of pixels": lambda y, v: y * F.hardsigmoid(v.mean(1, keepdim=True)),
@@ -27,6 +35,13 @@ OPERATIONS = {
     "max pool": lambda y, v: F.max_pool2d(y, 3, 2, 1) + F.max_pool2d(v, 2, ceil_mode=True),
     "average pool": lambda y, v: F.avg_pool2d(y, 3, 2, 1) + F.avg_pool2d(v, 2, ceil_mode=True, count_include_pad=False),
     "mean": lambda y, v: y.mean((2, 3)) + v.mean((2, 3), keepdim=True).flatten(1),
+    "norm": lambda y, v: y / (torch.linalg.vector_norm(v, dim=(2, 3), keepdim=True) + 1),
+    "sum": lambda y, v: y + v.sum((2, 3), keepdim=True),
+    "variance": lambda y, v: y * v.var((2, 3), correction=0, keepdim=True),
+    "largest": lambda y, v: y + v.amax((2, 3), keepdim=True),
+    "group norm": lambda y, v: F.group_norm(y, 1) * F.group_norm(v, 4),
+    "attention": lambda y, v: attended(y, v, None),
+    "attention with a mask": lambda y, v: attended(y, v, torch.ones(63, 63).tril().log()),
     "concatenation": lambda y, v: torch.cat([y, v, y], 1),
     "layer norm of channels": lambda y, v: F.layer_norm(y.permute(0, 2, 3, 1), (8,)).permute(0, 3, 1, 2) + v,
     "softmax": lambda y, v: torch.softmax(y.flatten(2), -1),

@@ -1,4 +1,4 @@
-"""Means, normalisation, softmax, pooling and concatenation against PyTorch in float64."""
+"""Statistics, normalisation, softmax, pooling and concatenation against PyTorch in float64."""
 
 from __future__ import annotations
 
@@ -64,6 +64,60 @@ def test_long_sums_are_as_exact_as_short_ones(level):
     for layout in (FIRST, LAST):
         run(reduce.mean(x.contiguous(memory_format=layout), out := empty((1, 3))))
         assert ((out.double() - x[0, 0, 0, 0].item()).abs() <= 16 * EPS * 0.1).all()
+
+
+STATISTICS = {
+    "total": (reduce.total, lambda x, dim: x.sum(dim, keepdim=True)),
+    "norm": (reduce.norm, lambda x, dim: torch.linalg.vector_norm(x, 2, dim, keepdim=True)),
+    "variance": (reduce.variance, lambda x, dim: x.var(dim, keepdim=True)),
+    "variance of all": (
+        lambda x, out, dim: reduce.variance(x, out, dim, 0),
+        lambda x, dim: x.var(dim, correction=0, keepdim=True),
+    ),
+    "largest": (reduce.largest, lambda x, dim: x.amax(dim, keepdim=True)),
+}
+
+
+@FORMATS
+@pytest.mark.parametrize("name", STATISTICS)
+def test_statistics(name, layout, level):
+    ours, plain = STATISTICS[name]
+    r = random.Random(3)
+    sizes = [(1, 513, 3, 3), (2, 70, 7, 7), (1, 3, 67, 41), (1, 1, 2, 1)]
+    sizes += [(r.randint(1, 3), r.randint(1, 67), r.randint(1, 35), r.randint(2, 35)) for _ in range(5)]
+    for shape in sizes:
+        x = image(*shape, layout=layout, shift=3.0)
+        for dim in ((2, 3), (1,)):
+            if name == "variance" and math.prod(shape[d] for d in dim) == 1:
+                continue
+            want = plain(x.double(), dim)
+            run(ours(x, out := torch.full_like(want, NAN, dtype=torch.float32), dim))
+            # Sums of 64 terms, means within 2^-24 of their size: squares of what is off stay below the rest.
+            assert ((out - want).abs() <= 24 * EPS * (want.abs() + (name == "total"))).all(), (shape, dim)
+
+
+def test_a_nan_is_the_largest(level):
+    for n in (3, 16, 77, 300):
+        x = torch.randn(n, n)
+        for place in {0, 1, n // 2, n - 1}:
+            y = x.clone()
+            y[place, n - 1 - place] = NAN
+            for dim in (0, 1):
+                run(reduce.largest(y, out := empty((n,)), [dim]))
+                assert torch.equal(out.nan_to_num(99.0), y.amax(dim).nan_to_num(99.0))
+    run(reduce.largest(torch.full((5, 40), -INF), out := empty((5,)), [1]))
+    assert torch.equal(out, torch.full((5,), -INF))
+
+
+def test_the_variance_of_large_values_close_together(level):
+    x = 1e4 + torch.randn(1, 6, 40, 40)
+    for layout in (FIRST, LAST):
+        run(reduce.variance(x.contiguous(memory_format=layout), out := empty((1, 6)), (2, 3)))
+        torch.testing.assert_close(out.double(), x.double().var((2, 3)), rtol=1e-5, atol=0)
+
+
+def test_a_variance_of_one_value_is_left_to_pytorch():
+    assert reduce.variance(torch.randn(3, 1), empty((3, 1)), [1]) is None
 
 
 def test_means_over_other_dimensions(level):
@@ -254,6 +308,24 @@ def test_parts_of_larger_tensors_are_joined(layout):
     assert torch.equal(whole, want)
 
 
+@FORMATS
+def test_group_norm(layout, level):
+    for N, C, H, W, groups in [
+        (1, 24, 9, 7, 4),
+        (2, 600, 3, 5, 3),
+        (1, 64, 28, 28, 1),
+        (3, 5, 1, 2, 5),
+        (1, 1, 6, 6, 1),
+    ]:
+        x = image(N, C, H, W, layout=layout, scale=2.0, shift=5.0)
+        for weight, bias in ((torch.rand(C) + 0.5, torch.randn(C)), (None, torch.randn(C)), (None, None)):
+            run(reduce.group_norm(x, groups, weight, bias, 1e-3, out := torch.full_like(x, NAN)))
+            want = F.group_norm(x.double(), groups, *(None if t is None else t.double() for t in (weight, bias)), 1e-3)
+            assert ((out - want).abs() <= 1e-5 * (want.abs() + 1)).all()
+        run(reduce.group_norm(x, groups, None, None, 1e-3, x))  # in place
+        torch.testing.assert_close(x, out, rtol=0, atol=0)
+
+
 # ---- all of them ----------------------------------------------------------------------------------------------------
 
 
@@ -266,6 +338,8 @@ def test_any_number_of_threads_gives_the_same_bits(layout):
         (lambda out: reduce.mean(x, out), empty((2, 70, 1, 1))),
         (lambda out: reduce.layer_norm(x, weight, None, 1e-5, out, 1), x),
         (lambda out: reduce.softmax(x.view(-1), out.view(-1)) if layout is FIRST else reduce.mean(x, out), x),
+        (lambda out: reduce.norm(x, out, (2, 3)), empty((2, 70, 1, 1))),
+        (lambda out: reduce.group_norm(x, 5, weight, None, 1e-5, out), x),
         (lambda out: reduce.max_pool(x, out, 3, 2, 1), pooled),
         (lambda out: reduce.avg_pool(x, out, 3, 2, 1), pooled),
         (lambda out: reduce.concatenate([x, y], out, 1), torch.cat([x, y], 1)),
@@ -299,6 +373,9 @@ def test_what_is_not_covered():
     assert reduce.mean(last, empty((2, 6, 8, 1)), [3]) is None  # the result would be in another order
     assert reduce.layer_norm(x, torch.ones(6), None, 1e-5, torch.empty_like(last), 1) is None
     assert reduce.layer_norm(x, torch.ones(5), None, 1e-5, torch.empty_like(x), 1) is None
+    assert reduce.group_norm(x, 4, None, None, 1e-5, torch.empty_like(x)) is None
+    assert reduce.group_norm(x, 2, None, None, 1e-5, torch.empty_like(last)) is None
+    assert reduce.group_norm(x, 2, torch.ones(5), None, 1e-5, torch.empty_like(x)) is None
     assert reduce.softmax(last, torch.empty_like(last)) is None
     memory = torch.randn(1000)
     assert reduce.softmax(memory[:900].view(9, 100), memory[50:950].view(9, 100)) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import ctypes.util
+import math
 import os
 import re
 import subprocess
@@ -19,7 +20,7 @@ from problems import PROBLEMS, operands_of, random_operands, relative_error
 from tolerances import FORWARD, WEIGHT_GRADIENT_FACTOR
 
 from convselect.base.problem import Direction, conv_problem, layout_of
-from convselect.freeze import pointwise, reduce
+from convselect.freeze import attention, pointwise, reduce
 from convselect.kernels import _library, _spot_check
 from convselect.kernels.pool import ALL
 from convselect.kernels.reference import Reference
@@ -143,7 +144,7 @@ def test_structs_are_as_the_header_has_them():
         "cs_layer": _library.Layer, "cs_input": _library.Input, "cs_spot": _spot_check.Spot,
         "cs_found": _spot_check.Found, "cs_instruction": pointwise._Instruction,
         "cs_pointwise_program": pointwise._Program, "cs_reduction": reduce._Reduction, "cs_pooling": reduce._Pooling,
-        "cs_joining": reduce._Joining,
+        "cs_joining": reduce._Joining, "cs_grouped_norm": reduce._GroupedNorm, "cs_attention": attention._Attention,
     }  # fmt: skip
     for of, struct in structs.items():
         body = re.search(r"typedef struct \{([^}]*)\} " + of, re.sub(r"/\*.*?\*/", "", header, flags=re.DOTALL)).group(
@@ -157,10 +158,11 @@ def test_structs_are_as_the_header_has_them():
             numbers["float"] = ctypes.c_float
             size = ctypes.c_void_p if "*" in names else numbers[kind]
             for name in names.split(","):
-                plain, _, count = name.strip(" *]").partition("[")
-                count = re.sub(r"CS_POINTWISE_DIMS", str(pointwise.DIMS), count)
-                fields.append((plain, size * int(count) if count else size))
-        assert fields == [tuple(field) for field in struct._fields_]
+                plain, *counts = re.findall(r"\w+", name.replace("CS_POINTWISE_DIMS", str(pointwise.DIMS)))
+                count = math.prod(map(int, counts))
+                fields.append((plain, size * count if counts else size))
+        own = [tuple(field) for part in reversed(struct.__mro__) for field in vars(part).get("_fields_", ())]
+        assert fields == own
     for name, number in {
         **{f"CS_{name}": getattr(_library, name) for name in ("OK", "NO_MEMORY", "UNSUPPORTED", "NONFINITE")},
         "CS_FORWARD": 0, "CS_BACKWARD_DATA": 1, "CS_BACKWARD_WEIGHT": 2, "CS_F32": 0, "CS_BF16": 1, "CS_F16": 2,

@@ -108,13 +108,27 @@ typedef struct {
     int64_t inputs, instructions_count;
 } cs_pointwise_program;
 
+/* What `cs_reduce` computes. CS_NORM: the root of the sum of squares; CS_VARIANCE: the sum of (x - mean)^2. */
+enum { CS_SUM = 0, CS_NORM = 1, CS_VARIANCE = 2, CS_LARGEST = 3 };
+
 /* Of x (outer, reduced, inner), dense, statistics over the middle. */
 typedef struct {
     int32_t isa, threads;
     int64_t outer, reduced, inner;
     const float *weight, *bias; /* of a layer norm, `reduced` values each; NULL: none */
-    float epsilon, reserved;
+    float epsilon;
+    int32_t operation;
+    double divisor; /* of CS_SUM and CS_VARIANCE */
 } cs_reduction;
+
+/* Of x (N, C, pixels) or (N, pixels, C), dense; y in the same layout, or the same memory. */
+typedef struct {
+    int32_t isa, threads;
+    int64_t N, C, pixels, groups;
+    const float *weight, *bias; /* C values each; NULL: none */
+    float epsilon;
+    int32_t layout;
+} cs_grouped_norm;
 
 /* A maximum (average 0) or mean over windows of R x S; x and y in the same layout. */
 typedef struct {
@@ -134,6 +148,15 @@ typedef struct {
     int64_t rows, inputs, pitch; /* of the output */
     const int64_t *sizes, *pitches, *places;
 } cs_joining;
+
+/* softmax(scale q k^T + mask) v per batch and head. Strides in elements: batch, head, row, column of q, k, v, the result
+ * and the mask, whose columns are 1 or 0 apart. inputs: q, k, v, and the mask or NULL. */
+typedef struct {
+    int32_t isa, threads;
+    int64_t batch, heads, queries, keys, depth, value_depth;
+    int64_t strides[5][4];
+    float scale, reserved;
+} cs_attention;
 
 /* What a spot check looks at: one convolution and a result of it, all of any strides (in elements, 0 included).
  * a, b and the result are a kernel's operands and result, in its order. */

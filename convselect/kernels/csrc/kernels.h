@@ -73,8 +73,10 @@
 #define CS_STEP_KERNELS(X)                                                                                          \
     X(cs_pointwise, (const cs_pointwise_program *call, const float *const *inputs, float *output),                  \
       (call, inputs, output))                                                                                       \
-    X(cs_mean_middle, (const cs_reduction *call, const float *x, float *y), (call, x, y))                           \
+    X(cs_reduce, (const cs_reduction *call, const float *x, float *y), (call, x, y))                                \
     X(cs_layer_norm, (const cs_reduction *call, const float *x, float *y), (call, x, y))                            \
+    X(cs_group_norm, (const cs_grouped_norm *call, const float *x, float *y), (call, x, y))                         \
+    X(cs_attend, (const cs_attention *call, const float *const *inputs, float *output), (call, inputs, output))     \
     X(cs_softmax, (const cs_reduction *call, const float *x, float *y), (call, x, y))                               \
     X(cs_pool, (const cs_pooling *call, const float *x, float *y), (call, x, y))                                    \
     X(cs_join, (const cs_joining *call, const float *const *inputs, float *output), (call, inputs, output))
