@@ -62,7 +62,7 @@ def cases(seed: int, count: int) -> Iterator[Case]:
         elif kind == 2:
             yield Case("mean", layout, [x], x.mean((2, 3), keepdim=True), lambda held, out: reduce.mean(held[0], out))
         elif kind == 8:
-            operation = r.choice(list(_STATISTICS))
+            operation = list(_STATISTICS)[i // 11 % len(_STATISTICS)]
             plain, ours = _STATISTICS[operation]
             yield Case(operation, layout, [x], plain(x), lambda held, out, ours=ours: ours(held[0], out, (2, 3)))
         elif kind == 9:

@@ -90,14 +90,14 @@ def test_no_byte_beside_a_blocks_operands_is_touched(current):
 
 
 def assert_steps_ran(ran: dict[str, int]) -> None:
-    assert len(ran) == 7 * (_library.library().cs_best_isa() + 1)
+    assert len(ran) == 13 * (_library.library().cs_best_isa() + 1)
     assert min(ran.values()) > 10
 
 
 @pytest.mark.sanitizer
 def test_no_byte_beside_a_steps_operands_is_touched(current):
     environment = {"CONVSELECT_LIBRARY": str(current)}
-    assert_steps_ran(_guarded.run(environment, steps=True, sides=[True, False], random=80, seed=8))
+    assert_steps_ran(_guarded.run(environment, steps=True, sides=[True, False], random=132, seed=8))
 
 
 SPOTS = 2 * 3 * 4 * 2  # layouts, directions, dtypes, right and wrong
@@ -141,7 +141,7 @@ def test_sanitizers_have_nothing_to_say(sanitized):
     )
     assert_blocks_ran(_guarded.run(sanitized, blocks=True, sides=[None], random=40, seed=5))
     assert len(_guarded.run(sanitized, spots=True, sides=[None], random=60, seed=7)) == SPOTS
-    assert_steps_ran(_guarded.run(sanitized, steps=True, sides=[None], random=80, seed=9))
+    assert_steps_ran(_guarded.run(sanitized, steps=True, sides=[None], random=176, seed=9))
 
 
 BUGS = {
