@@ -192,7 +192,7 @@ def random_problems(seed: int, count: int) -> Iterator[ConvProblem]:
             direction=r.choice(list(Direction)),
             stride=1 if kind == "3x3" else r.choice((1, 1, 2, (2, 1), (1, 3))),
             padding=r.choice((0, 1, 2, (R - 1) // 2, tuple(r.randint(0, 5) for _ in range(4)))),
-            dilation=1 if kind == "3x3" else r.choice((1, 1, 1, 2, (3, 1))),
+            dilation=r.choice((1, 1, 1, 2, (3, 1), (1, 4)) if kind == "3x3" else (1, 1, 1, 2, (3, 1))),
             groups=G, dtype=r.choice((*DTYPES, "float32")),
         )  # fmt: skip
         if p.P > 0 and p.Q > 0 and p.flops < (3e7 if shape == "deep" else 6e6):

@@ -180,25 +180,30 @@ def tile_side(problem: ConvProblem) -> int:
     return best
 
 
-def _kernel_axis(length: int, size: int, out: int, extent: int, before: int) -> tuple[int, int]:
-    """(step, tiles) of one axis, computed as in `fft_make_axis` of csrc/fft.inc."""
-    span = out + extent - 1
-    wraps = max(out, extent, size + before) <= length and span - length <= before
-    step = out if span <= length or wraps else length - extent + 1
-    return step, -(-out // step)
+def _kernel_axis(length: int, size: int, out: int, taps: int, before: int, dil: int) -> tuple[int, int, int]:
+    """(step, tiles, results of a phase) of one axis, computed as in `fft_make_axis` of csrc/fft.inc."""
+    line = -(-out // dil)
+    padding = max(0, -((min(dil, out) - 1 - before) // dil))
+    span, end = line + taps - 1, max(0, -(-(size + before) // dil))
+    wraps = max(line, taps, end) <= length and span - length <= padding
+    step = line if span <= length or wraps else length - taps + 1
+    return step, out // (step * dil) * dil + min(dil, out % (step * dil)), line
 
 
 def _kernel_axes(p: ConvProblem, side: int) -> tuple[tuple[int, int], tuple[int, int]] | None:
     """(step, tiles) of rows and columns in the C kernel; None if tiles would recompute more than they keep."""
+    dil_h, dil_w = p.dil_h if p.R > 1 else 1, p.dil_w if p.S > 1 else 1
     if p.direction == Direction.BACKWARD_DATA:
-        rows = (p.P, p.H, p.R, p.R - 1 - p.pad_top)
-        cols = (p.Q, p.W, p.S, p.S - 1 - p.pad_left)
+        rows = (p.P, p.H, p.R, dil_h * (p.R - 1) - p.pad_top, dil_h)
+        cols = (p.Q, p.W, p.S, dil_w * (p.S - 1) - p.pad_left, dil_w)
     else:
-        rows, cols = (p.H, p.P, p.R, p.pad_top), (p.W, p.Q, p.S, p.pad_left)
+        rows, cols = (p.H, p.P, p.R, p.pad_top, dil_h), (p.W, p.Q, p.S, p.pad_left, dil_w)
     if side < max(p.R, p.S):
         return None
     axes = _kernel_axis(side, *rows), _kernel_axis(side, *cols)
-    return None if any(tiles > 1 and step < side // 2 for step, tiles in axes) else axes
+    if any(step < min(line, side // 2) for step, _, line in axes):
+        return None
+    return axes[0][:2], axes[1][:2]
 
 
 @functools.lru_cache(maxsize=4096)

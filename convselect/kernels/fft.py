@@ -17,8 +17,10 @@ and kernel extent: reads beyond one edge may wrap around into the other edge's z
 L - extent + 1 results. The two axes are independent: a one-row image is never padded to a square.
 
 `csrc/fft.inc` computes the tiles of `fft_tiled`, vectorised over channels; everything else, and all of it without the
-C library, is PyTorch operations (`_fft_torch.py`). Transform lengths have no prime factor above 7. Dilated kernels are
-transformed with their zeros in. 16-bit operands are transformed in float32 and the result is rounded once.
+C library, is PyTorch operations (`_fft_torch.py`). Transform lengths have no prime factor above 7. The C kernel
+computes a dilated convolution as one without dilation on each phase of the image (every dil-th pixel of every dil-th
+row); PyTorch's operations transform dilated kernels with their zeros in. 16-bit operands are transformed in float32 and
+the result is rounded once.
 """
 
 from __future__ import annotations
@@ -130,23 +132,23 @@ class FftTiled(CAlgorithm, Fft):
         return tile
 
     def _in_c(self, problem: ConvProblem, params: Params = None) -> tuple[int, ...] | None:
-        """The side of the C kernel's tiles; None if PyTorch's operations compute: in float64, for dilated kernels,
-        for one-row kernels and few channels per group, which leave most of a tile or a vector empty, and for kernels
-        that fill half of the largest tile."""
+        """The side of the C kernel's tiles; None if PyTorch's operations compute: in float64, for one-row kernels
+        and few channels per group, which leave most of a tile or a vector empty, and for kernels that fill half of the
+        largest tile."""
         p = problem
-        if p.dtype == "float64" or p.device != "cpu" or p.dilation != (1, 1) or p.N == 0 or not _library.available():
+        if p.dtype == "float64" or p.device != "cpu" or p.N == 0 or not _library.available():
             return None
         if min(p.R, p.S) == 1 or max(p.C, p.K) // p.groups < 4:
             return None
         if params is None or "tile" not in params:
             tile = kernel_tile_side(p)
         else:
-            tile = self._tile(p, params)
-        return (tile,) if tile in KERNEL_TILES else None
+            tile = int(params["tile"])
+        return (tile,) if tile in KERNEL_TILES and tile >= max(p.R, p.S) else None
 
     def why_not(self, problem: ConvProblem) -> str | None:
         extent = max(problem.kernel_extent)
-        if extent > MAX_TILED_EXTENT:
+        if extent > MAX_TILED_EXTENT and self._in_c(problem) is None:
             return f"Tiles need a kernel of at most {MAX_TILED_EXTENT} elements; this one spans {extent}: use fft."
         return super().why_not(problem)
 

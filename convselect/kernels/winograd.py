@@ -9,8 +9,9 @@ With d the (m + r - 1)^2 inputs that a tile of m x m outputs sees, g the kernel,
 
 For each of the (m + r - 1)^2 positions the sum over channels (or tiles) is a matrix product. `csrc/winograd.inc`
 computes it for the kernel sizes of `TILES`; `_winograd_torch.py` for 3x3 kernels and m = 2, 4, 6 in float64, and in
-every element type if the C library is missing. Networks for ImageNet have images of 7 * 2^k pixels, which tiles of
-7 x 7 cover without waste.
+every element type if the C library is missing. A dilated convolution is one without dilation on each phase of the image
+(every dil-th pixel of every dil-th row): the C kernel cuts its tiles out of phases, which it reads and writes where
+they lie. Networks for ImageNet have images of 7 * 2^k pixels, which tiles of 7 x 7 cover without waste.
 
 Sources: Winograd 1980, "Arithmetic complexity of computations"; Lavin & Gray 2015, arXiv 1509.09308.
 """
@@ -64,6 +65,12 @@ _GRADIENT = (
 )
 
 
+def _dilation(problem: ConvProblem) -> tuple[int, int]:
+    """Dilation along the axes that have several taps."""
+    p = problem
+    return p.dil_h if p.R > 1 else 1, p.dil_w if p.S > 1 else 1
+
+
 class Winograd(CAlgorithm):
     """F(m x m, r x r), or F(m, r) along one axis.
 
@@ -93,8 +100,6 @@ class Winograd(CAlgorithm):
             return f"Winograd needs kernels of {sizes}; this one is {p.R}x{p.S}."
         if p.stride_h != 1 or p.stride_w != 1:
             return f"Winograd needs stride 1; this convolution has {strides(p)}."
-        if p.dil_h != 1 or p.dil_w != 1:
-            return f"Winograd needs dilation 1; this convolution has dilation {p.dil_h}x{p.dil_w}."
         if p.device != "cpu":
             return f"Winograd runs on CPUs; this problem is on {p.device}."
         if self.m not in TILES[p.R, p.S]:
@@ -103,9 +108,14 @@ class Winograd(CAlgorithm):
         if ((p.R, p.S) != (3, 3) or self.m not in _winograd_transforms.POINTS) and not self._in_c(p):
             tiles = f"Tiles of {self.m} for {p.R}x{p.S} kernels"
             return f"{tiles} need the C kernels, which compute in float32; this is float64, or they are missing."
-        if self._frail(p) and min(p.H, p.W, p.P, p.Q) < _FRAIL_IMAGE:
+        dil_h, dil_w = _dilation(p)
+        if dil_h * dil_w > 1 and not self._in_c(p):
+            dilated = f"Winograd with dilation {dil_h}x{dil_w}"
+            return f"{dilated} needs the C kernels, which compute in float32; this is float64, or they are missing."
+        if self._frail(p) and min(min(p.H, p.P) // dil_h, min(p.W, p.Q) // dil_w) < _FRAIL_IMAGE:
             least, out = f"{_FRAIL_IMAGE}x{_FRAIL_IMAGE}", f"{p.P}x{p.Q}"
-            return f"Tiles of {self.m} need images of {least} or more; these are {p.H}x{p.W} in and {out} out."
+            phases = f", and phases of dilation {dil_h}x{dil_w} are smaller still" if dil_h * dil_w > 1 else ""
+            return f"Tiles of {self.m} need images of {least} or more; these are {p.H}x{p.W} in and {out} out{phases}."
         return None
 
     def _without_c(self, a: Tensor, b: Tensor, problem: ConvProblem, params: Params) -> Tensor:

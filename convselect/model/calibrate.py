@@ -84,7 +84,7 @@ def gains_of(rows: Sequence[Row], predictor: Predictor) -> list[tuple[str, float
     if NATIVE not in times or prediction is None:
         return []
     cost = PLAN_COST_US[rows[0].problem.direction]
-    known = set(predictor.card.algorithm_names) - {NATIVE}
+    known = set(prediction.names) - {NATIVE}
     return [
         (name, float(np.log(times[NATIVE] / (us + cost))), prediction.log_gain(name))
         for name, us in times.items()

@@ -42,6 +42,9 @@ FEATURE_NAMES: tuple[str, ...] = (
     *("threads", "deterministic", "tf32", "frozen"),
 )
 
+THIN_CHANNELS = 4
+"""Per group; with fewer inputs or outputs most of a vector is empty."""
+
 _FORWARD, _BACKWARD_DATA = Direction.FORWARD, Direction.BACKWARD_DATA
 
 
@@ -113,3 +116,20 @@ def features(problem: ConvProblem) -> npt.NDArray[np.float32]:
     )  # fmt: skip
     # `array` converts a tuple of numbers several times faster than numpy does.
     return np.frombuffer(array("f", values), dtype=np.float32)
+
+
+def kinds(problem: ConvProblem) -> tuple[str, ...]:
+    """The kinds of problems, such as "forward dilated", that not every algorithm takes: a text for each that this
+    problem belongs to (dilated, strided, thin, one-row), or "forward plain". What was measured of an algorithm on one
+    kind says nothing about others (`inference.Card.has_times`); artifacts name them, so they are never renamed."""
+    p = problem
+    found = []
+    if (p.dil_h > 1 and p.R > 1) or (p.dil_w > 1 and p.S > 1):
+        found.append("dilated")
+    if p.stride_h > 1 or p.stride_w > 1:
+        found.append("strided")
+    if min(p.C, p.K) < THIN_CHANNELS * p.groups and not p.is_depthwise:
+        found.append("thin")
+    if (p.R == 1) != (p.S == 1):
+        found.append("one-row")
+    return tuple(f"{p.direction} {kind}" for kind in found or ["plain"])

@@ -29,7 +29,7 @@ from convselect.machine.host import SIXTEEN_BIT_FLAGS
 from convselect.model import _archive
 from convselect.model._archive import Array
 from convselect.model._archive import ArtifactError as ArtifactError  # other files import it from here
-from convselect.model.features import FEATURE_NAMES, FEATURES_VERSION, features
+from convselect.model.features import FEATURE_NAMES, FEATURES_VERSION, features, kinds
 
 FORMAT_VERSION = 1
 WHAT = "model file"
@@ -41,6 +41,10 @@ LOG_GAIN_PER_UNSEEN_DOUBLING = math.log(1.5)
 
 MOST_LOG_GAIN = 50.0
 """A model that predicts a ratio of times of more than e to this says nothing."""
+
+_UNTIMED = {"dilated": ("winograd",), "strided": ("winograd", "fft")}
+"""Kind of problem -> beginnings of the names of algorithms that took none of it when artifacts without `Card.timed`
+were trained. An algorithm that is taught a kind of problem belongs here."""
 
 _Program = tuple[Any, Any, Array]
 # What a card and a calibration may hold: msgspec compares them with these types.
@@ -65,6 +69,8 @@ class Card:
         host_flags: the processor features of `SIXTEEN_BIT_FLAGS` on the measuring machine.
         threads: thread counts measured.
         revisions: algorithm name -> `Algorithm.revision` that was measured.
+        timed: algorithm name -> the kinds of problems (`features.kinds`) of which it had times; None: older than this
+            field, and `_UNTIMED` holds.
         versions, data, figures, limits: library versions, description of the data set, held-out results, and a text
             on what those do not cover.
         sharpness: factor on predicted log gains before the softmax that gives each algorithm's probability of being
@@ -80,6 +86,7 @@ class Card:
     host_flags: Mapping[str, bool] = dataclasses.field(default_factory=dict)
     threads: Annotated[tuple[Annotated[int, Meta(ge=1, le=2**20)], ...], Meta(min_length=1)] = (1,)
     revisions: Mapping[str, _Whole] = dataclasses.field(default_factory=dict)
+    timed: Mapping[str, tuple[_Name, ...]] | None = None
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     data: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     figures: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -89,6 +96,15 @@ class Card:
     feature_names: tuple[str, ...] = FEATURE_NAMES
     features_version: _Whole = FEATURES_VERSION
     format_version: _Whole = FORMAT_VERSION
+
+    def has_times(self, algorithm: str, of: Sequence[str]) -> bool:
+        """Whether `algorithm` was measured on problems of each of these kinds. If not, a prediction of its time is an
+        extrapolation, which no choice may be made on."""
+        if algorithm == NATIVE:
+            return True
+        if self.timed is not None:
+            return set(of) <= set(self.timed.get(algorithm, ()))
+        return not any(algorithm.startswith(_UNTIMED.get(kind.split()[-1], ())) for kind in of)
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2, allow_nan=False)
@@ -217,6 +233,7 @@ class Predictor:
             )
         )
         self._identity: str | None = None
+        self._with_times: dict[tuple[str, ...], tuple[int, ...]] = {}
         self._local = threading.local()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -264,9 +281,9 @@ class Predictor:
         return self._identity
 
     def predict(self, problem: ConvProblem) -> Prediction | None:
-        """The predicted ranking; None for problems of kinds that were not measured for this artifact (device kind,
-        element type, 16-bit support of the processor, TF32) and for problems with nothing to compute. Any thread count
-        is accepted."""
+        """The predicted ranking, without algorithms that had no times of such problems (`Card.has_times`); None for
+        problems that were not measured for this artifact at all (device kind, element type, 16-bit support of the
+        processor, TF32) and for problems with nothing to compute. Any thread count is accepted."""
         card = self.card
         if problem.device != card.device or problem.dtype not in self._covered or (problem.tf32 and not card.tf32):
             return None
@@ -286,7 +303,18 @@ class Predictor:
                 "artifact", "convselect: the model's predictions make no sense; where they do not, native is chosen."
             )
             return None
-        return Prediction(self.card.algorithm_names, logits, self.card.alpha, margin, self.card.sharpness)
+        names, known = self.card.algorithm_names, self._known(kinds(problem))
+        if len(known) < len(names):
+            names, logits = tuple(names[i] for i in known), [logits[i] for i in known]
+        return Prediction(names, logits, self.card.alpha, margin, self.card.sharpness)
+
+    def _known(self, of: tuple[str, ...]) -> tuple[int, ...]:
+        """The logits that count for problems of these kinds."""
+        known = self._with_times.get(of)
+        if known is None:
+            names = self.card.algorithm_names
+            known = self._with_times[of] = tuple(i for i, name in enumerate(names) if self.card.has_times(name, of))
+        return known
 
     def logits(self, x: Array) -> Array:
         """Logits (n_classes,) of a raw feature vector (n_features,), float32."""

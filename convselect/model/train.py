@@ -38,13 +38,15 @@ from convselect.model.evaluate import (
     split,
     summary,
 )
-from convselect.model.features import FEATURE_NAMES, features
+from convselect.model.features import FEATURE_NAMES, features, kinds
 from convselect.model.inference import Card, Predictor, artifact_path, save
 from convselect.model.targets import loss_of, probabilities
 from convselect.store.store import is_store
 
 MIN_PROBLEMS_PER_DTYPE = 30
 """An element type with fewer measured problems is declined at run time."""
+LEAST_TIMES = 5
+"""An algorithm with fewer times of a kind of problems is not chosen for them by prediction."""
 
 LIMITS = (
     "Times were measured with operands in the caches, one convolution at a time; what a choice does to its neighbours' "
@@ -253,6 +255,7 @@ def train(
         host_flags=machine["host_flags"],
         threads=tuple(sorted({problem.threads for problem in table.problems})),
         revisions=table.revisions,
+        timed=timed(learnt),
         versions={"torch": machine["torch"], "numpy": np.__version__},
         data={
             **_described(table, learnt),
@@ -284,6 +287,19 @@ def _described(table: Table, learnt: Table) -> dict[str, Any]:
         "by_direction": counts(str(problem.direction) for problem in table.problems),
         "by_kernel_class": counts(kernel_class(problem) for problem in table.problems),
         "wins": {name: int(n) for name, n in zip(table.names, _wins(table), strict=True)},
+    }
+
+
+def timed(table: Table) -> dict[str, tuple[str, ...]]:
+    """Algorithm -> the kinds of problems of which it has at least `LEAST_TIMES` times."""
+    counts = {name: Counter[str]() for name in table.names}
+    for problem, times_us in zip(table.problems, table.times_us, strict=True):
+        of = kinds(problem)
+        for name, time_us in zip(table.names, times_us, strict=True):
+            if np.isfinite(time_us):
+                counts[name].update(of)
+    return {
+        name: tuple(sorted(kind for kind, n in found.items() if n >= LEAST_TIMES)) for name, found in counts.items()
     }
 
 

@@ -249,6 +249,10 @@ IN_C = {
     "groups": conv_problem(2, 12, 30, 40, 24, 5, 5, padding=2, groups=3),
     "one pixel": conv_problem(2, 4, 1, 1, 5, 3, 3, padding=1),
     "many chunks": conv_problem(9, 96, 40, 40, 40, 9, 9, padding=4),
+    "dilated": conv_problem(2, 20, 50, 43, 33, 5, 3, padding=(9, 4, 0, 9), dilation=(4, 3)),
+    "dilated, whole": conv_problem(3, 5, 23, 22, 18, 5, 5, padding=4, dilation=2),
+    "dilation over image": conv_problem(1, 4, 8, 9, 5, 3, 3, padding=11, dilation=10),
+    "dilated, wrapping": conv_problem(1, 7, 30, 31, 6, 5, 5, padding=4, dilation=2),
 }
 
 
@@ -283,15 +287,18 @@ def test_threads_change_no_bit(direction):
 
 
 @needs_c
-def test_bias_and_activation():
-    problem = IN_C["tiles"]
+@pytest.mark.parametrize("name", ["tiles", "dilated"])
+def test_bias_and_activation(name):
+    problem = IN_C[name]
     x, weight = random_operands(problem)[:2]
     bias, residual = torch.randn(problem.K), torch.randn(problem.y_shape)
     for layout in (torch.contiguous_format, torch.channels_last):
         there = x.contiguous(memory_format=layout)
         got = _library.call("cs_fft", there, weight, problem, (32,), bias=bias, residual=residual, activation="relu")
-        exact = torch.nn.functional.pad(x.double(), (0, 9, 4, 3))
-        exact = torch.relu(torch.conv2d(exact, weight.double(), bias.double()) + residual)
+        sides = (problem.pad_left, problem.pad_right, problem.pad_top, problem.pad_bottom)
+        exact = torch.nn.functional.pad(x.double(), sides)
+        exact = torch.conv2d(exact, weight.double(), bias.double(), dilation=problem.dilation)
+        exact = torch.relu(exact + residual)
         assert relative_error(got, exact) < 1e-6
 
 
@@ -319,14 +326,22 @@ def test_the_kernel_is_used_where_it_fits(monkeypatch):
     taken = conv_problem(1, 8, 40, 40, 8, 9, 9, padding=4)
     others = (
         taken._replace(dtype="float64"),
-        conv_problem(1, 8, 40, 40, 8, 9, 9, padding=8, dilation=2),
         conv_problem(1, 8, 40, 40, 8, 9, 9, padding=4, groups=8),
         conv_problem(1, 8, 40, 40, 8, 1, 9, padding=(0, 4)),
         conv_problem(1, 8, 140, 140, 8, 51, 51, padding=25),
     )
-    for problem in (*others, taken):
+    for problem in others:
         check(TILED, problem)
-        assert bool(used) == (problem == taken)
+        assert not used
+    # However far its taps are apart, a dilated kernel is a small one on phases.
+    for problem in (
+        taken,
+        taken._replace(dil_h=2, dil_w=2),
+        conv_problem(1, 8, 700, 9, 8, 3, 3, padding=1, dilation=(300, 1)),
+    ):
+        check(TILED, problem)
+        assert used
+        used.clear()
 
 
 def test_kernel_tiles_follow_the_problem():

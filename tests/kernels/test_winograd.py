@@ -349,7 +349,6 @@ def test_workspace_stays_bounded(algorithm: Winograd, direction: Direction) -> N
         (conv_problem(1, 4, 8, 8, 4, 9, 9), "9x9"),
         (conv_problem(1, 4, 8, 8, 4, 3, 2), "3x2"),
         (conv_problem(1, 4, 8, 8, 4, 3, 3, stride=(1, 2)), "stride 1x2"),
-        (conv_problem(1, 4, 8, 8, 4, 3, 3, dilation=2), "dilation 2x2"),
         (conv_problem(1, 4, 8, 8, 4, 3, 3)._replace(device="cuda"), "cuda"),
     ],
 )
@@ -438,6 +437,71 @@ def test_other_kernels(implementation: str, direction: Direction, layout: str, d
     assert tuple(ran) == (TILES[R, S] if implementation == "c" else ())
 
 
+DILATED = {
+    "uneven phases": conv_problem(2, 20, 19, 23, 35, 3, 3, padding=(3, 0, 1, 4), dilation=(2, 3)),
+    "same": conv_problem(2, 33, 28, 30, 40, 3, 3, padding=2, dilation=2),
+    "no padding": conv_problem(1, 8, 20, 33, 16, 3, 3, dilation=(4, 5)),
+    "rows only": conv_problem(1, 17, 30, 12, 16, 3, 3, padding=(3, 1), dilation=(3, 1)),
+    "columns only": conv_problem(1, 16, 9, 41, 17, 3, 3, padding=(1, 4), dilation=(1, 4)),
+    "dilation over image": conv_problem(1, 9, 5, 6, 20, 3, 3, padding=8, dilation=8),
+    "more padding than reach": conv_problem(1, 5, 6, 7, 4, 3, 3, padding=9, dilation=2),
+    "groups": conv_problem(2, 40, 13, 16, 34, 3, 3, padding=2, dilation=2, groups=2),
+    # 48 tiles at a time: spans end within groups of 20 phases.
+    "spans of parts of groups": conv_problem(1, 300, 3, 130, 20, 3, 3, padding=(1, 20), dilation=(1, 20)),
+    "5x5": conv_problem(1, 20, 31, 27, 19, 5, 5, padding=6, dilation=3),
+    "7x7": conv_problem(1, 16, 33, 30, 24, 7, 7, padding=6, dilation=2),
+    "1x3, wide": conv_problem(2, 24, 2, 300, 20, 1, 3, padding=(0, 64), dilation=(5, 64)),
+    "7x1": conv_problem(1, 24, 61, 5, 16, 7, 1, padding=(9, 0), dilation=(3, 2)),
+}
+"""The dilation of an axis of one tap says nothing."""
+
+
+@pairwise(DIRECTION | LAYOUT | {"dtype": ["float32", "bfloat16"], "name": list(DILATED)})
+def test_dilated(implementation: str, direction: Direction, layout: str, dtype: str, name: str) -> None:
+    """On phases in C; a sentence without it."""
+    problem = DILATED[name]._replace(direction=direction, layout=layout, weight_layout=layout, dtype=dtype)
+    ran = 0
+    for algorithm in ALGORITHMS:
+        if algorithm.m not in TILES[problem.R, problem.S]:
+            continue
+        sentence = algorithm.why_not(problem)
+        if implementation == "torch":
+            assert "C kernels" in (sentence or "")
+        elif sentence is None:
+            check(algorithm, problem, *operands(problem))
+            ran += 1
+        else:
+            assert "phases of dilation" in sentence
+    assert ran > 0 or implementation == "torch"
+
+
+@pytest.mark.parametrize("implementation", ["c"], indirect=True)
+@pairwise(
+    {
+        "layout": ["contiguous", "channels_last"],
+        "direction": [Direction.FORWARD, Direction.BACKWARD_DATA],
+        "m": [2, 4, 5],
+    }
+)
+def test_a_phase_is_computed_as_an_image_of_its_own(
+    implementation: str, layout: str, direction: Direction, m: int
+) -> None:
+    """Bit for bit, in blocks as on several threads; bias included."""
+    problem = conv_problem(2, 40, 22, 26, 40, 3, 3, padding=(3, 2), dilation=(3, 2), direction=direction, layout=layout)
+    alone = conv_problem(2, 40, 8, 13, 40, 3, 3, padding=1, direction=direction, layout=layout)
+    a, b = operands(problem)
+    bias = torch.randn(40) if direction == Direction.FORWARD else None
+    got, _ = _library.call_checked("cs_winograd", a, b, problem, (m,), bias)
+    torch.set_num_threads(3)
+    assert torch.equal(got, _library.call_checked("cs_winograd", a, b, problem, (m,), bias)[0])
+    for i in range(3):
+        for j in range(2):
+            phase = a[:, :, i::3, j::2]
+            part = alone._replace(H=phase.shape[2], W=phase.shape[3])
+            want, _ = _library.call_checked("cs_winograd", phase.contiguous(), b, part, (m,), bias)
+            assert torch.equal(got[:, :, i::3, j::2], want)
+
+
 def test_what_c_does_not_compute() -> None:
     """float64 goes to the PyTorch formulation, and so 5x5 in float64 nowhere."""
     problem = conv_problem(1, 4, 9, 9, 4, 3, 3, padding=1, dtype="float64")
@@ -455,4 +519,10 @@ def test_large_tiles_want_images_of_their_size(implementation: str, R: int, m: i
         if implementation == "c":
             with pytest.raises(RuntimeError):
                 _library.call("cs_winograd", *operands(problem), problem, (m,))
+    if implementation == "c":  # 20 rows are phases of 6 and 7
+        problem = conv_problem(1, 4, 20, 40, 4, R, R, padding=3 * (R // 2), dilation=3)
+        assert "phases of dilation 3x3" in (Winograd(m).why_not(problem) or "")
+        with pytest.raises(RuntimeError):
+            _library.call("cs_winograd", *operands(problem), problem, (m,))
+        assert Winograd(m).why_not(problem._replace(H=21)) is None
     assert (Winograd(m).why_not(conv_problem(1, 4, 7, 7, 4, R, R, padding=R // 2)) is None) == (implementation == "c")

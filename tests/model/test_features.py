@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from convselect.base.problem import CHANNELS_LAST, STRIDED, ConvProblem, Direction, conv_problem
-from convselect.model.features import FEATURE_NAMES, FEATURES_VERSION, features
+from convselect.model.features import FEATURE_NAMES, FEATURES_VERSION, features, kinds
 
 EXAMPLES = (
     conv_problem(8, 64, 56, 28, 128, 3, 3, padding=1),
@@ -52,6 +52,26 @@ def test_the_features_are_frozen():
     assert FEATURES_VERSION == 3
     for problem, golden in zip(EXAMPLES, GOLDEN, strict=True):
         np.testing.assert_allclose(features(problem), golden, atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("problem", "want"),
+    [
+        (conv_problem(1, 8, 9, 9, 8, 3, 3), "plain"),
+        (conv_problem(1, 8, 9, 9, 8, 3, 3, groups=8), "plain"),
+        (conv_problem(1, 8, 9, 9, 8, 3, 3, dilation=(1, 2)), "dilated"),
+        (conv_problem(1, 8, 9, 9, 8, 1, 3, dilation=(2, 1)), "one-row"),  # no taps along which it would be dilated
+        (conv_problem(1, 8, 9, 9, 8, 3, 1, dilation=(2, 1)), "dilated one-row"),
+        (conv_problem(1, 8, 9, 9, 8, 3, 3, stride=(1, 2)), "strided"),
+        (conv_problem(1, 3, 9, 9, 8, 3, 3, stride=2, dilation=2), "dilated strided thin"),
+        (conv_problem(1, 16, 9, 9, 6, 3, 3, groups=2), "thin"),
+        (conv_problem(1, 16, 9, 9, 1, 1, 1), "thin"),
+    ],
+)
+def test_kinds(problem, want):
+    for direction in Direction:
+        found = kinds(problem.with_direction(direction))
+        assert found == tuple(f"{direction.value} {kind}" for kind in want.split())
 
 
 def test_names_are_unique_and_match_the_vector():

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import io
 import json
 import math
@@ -101,6 +102,54 @@ def test_predict_uses_the_features_of_the_problem(artifact: Path):
     np.testing.assert_array_equal(prediction.logits, predictor.logits(features(PROBLEM)))
     assert prediction.names == NAMES
     assert predictor.margin == 0.05
+
+
+DILATED = PROBLEM._replace(dil_h=2, dil_w=2)
+STRIDED = PROBLEM._replace(stride_h=2)
+
+
+def test_the_word_of_an_artifact_does_not_count_for_what_it_had_no_times_of():
+    """Left out is what was not measured on each kind that the problem belongs to; the others' gains stay."""
+    timed = {"im2col": ("forward dilated", "forward plain", "forward strided"), "fft": ("forward dilated",)}
+    predictor = Predictor(dataclasses.replace(CARD, timed=timed), arrays())
+
+    def names(problem):
+        return predictor.predict(problem).names
+
+    assert names(PROBLEM) == ("im2col", "native")
+    assert names(DILATED) == ("im2col", "native", "fft")
+    assert names(DILATED._replace(stride_w=2)) == ("im2col", "native")
+    assert names(PROBLEM.with_direction("backward_weight")) == ("native",)
+    said, free = predictor.predict(DILATED), Predictor(dataclasses.replace(CARD), arrays())
+    assert said.log_gain("winograd") == -math.inf
+    assert said.probability("winograd") == 0
+    assert "winograd" not in said.ranked
+    logits = dict(zip(NAMES, free.logits(features(DILATED)), strict=True))
+    assert said.log_gain("fft") == pytest.approx((logits["fft"] - logits["native"]) / CARD.alpha, rel=1e-6)
+    assert Card.from_json(predictor.card.to_json()) == predictor.card
+    for damaged in ([], {"fft": [""]}, {"fft": "forward plain"}):
+        with pytest.raises(ArtifactError, match="timed"):
+            Card.from_json(json.dumps({**json.loads(CARD.to_json()), "timed": damaged}))
+
+
+def test_artifacts_without_that_record_are_older_than_what_algorithms_learnt_since():
+    predictor = Predictor(CARD, arrays())
+    assert CARD.timed is None
+    assert predictor.predict(PROBLEM).names == NAMES
+    assert predictor.predict(DILATED).names == ("im2col", "native", "fft")
+    assert predictor.predict(STRIDED).names == ("im2col", "native")
+
+
+@pytest.mark.parametrize("path", sorted(inference.ARTIFACTS.glob("cpu-*.npz")), ids=lambda path: path.stem)
+def test_shipped_artifacts_rank_only_what_they_had_times_of(path):
+    """Whatever an algorithm applies to by now: `benchmarks/results` has their times."""
+    predictor = Predictor.load(path)
+    for problem, of in ((DILATED, "dilated"), (STRIDED, "strided")):
+        for direction in ("forward", "backward_data", "backward_weight"):
+            ranked = predictor.predict(problem.with_direction(direction)).ranked
+            assert not [name for name in ranked if name.startswith("winograd")]
+            assert ("fft" in ranked) == (of == "dilated")
+            assert "im2col_gemm" in ranked
 
 
 def test_unmeasured_thread_counts_have_to_promise_more(artifact: Path):

@@ -145,6 +145,19 @@ def test_only_the_latest_revision_counts():
     np.testing.assert_array_equal(table.times_us, [[2, NAN, 3], [2, 5, NAN]])
 
 
+def test_an_artifact_records_the_kinds_of_problems_that_it_had_times_of():
+    dilated = PROBLEM._replace(dil_h=2)
+    rows = []
+    for n in range(1, train.LEAST_TIMES + 1):
+        for problem in (PROBLEM, dilated, dilated.with_direction(Direction.BACKWARD_WEIGHT)):
+            rows += [timed(problem._replace(N=n), "native", 2), timed(problem._replace(N=n), "a", 1)]
+        if n > 1:
+            rows.append(timed(dilated._replace(N=n), "b", 3))
+        rows.append(timed(PROBLEM._replace(N=n), "b", 3))
+    everything = ("backward_weight dilated", "forward dilated", "forward plain")
+    assert train.timed(Table.from_rows(rows)) == {"native": everything, "a": everything, "b": ("forward plain",)}
+
+
 def test_a_table_of_nothing_is_refused():
     with pytest.raises(ValueError, match="no problem was measured"):
         Table.from_rows([timed(PROBLEM, "native", 2)])
@@ -315,6 +328,8 @@ def test_from_measured_files_to_an_artifact_that_predicts(tmp_path: Path):
     assert train.report(card)[0][:2] == ["overall", str(overall["problems"])]
     assert card.limits
     assert card.sharpness > 0
+    assert set(card.timed) == set(card.algorithm_names)
+    assert "forward plain" in card.timed["gemm"]
 
     path = tmp_path / "out" / "cpu-x86-avx2.npz"
     predictor = Predictor.load(path)
