@@ -61,6 +61,7 @@ def test_the_features_are_frozen():
         (conv_problem(1, 8, 9, 9, 8, 3, 3, groups=8), "plain"),
         (conv_problem(1, 8, 9, 9, 8, 3, 3, dilation=(1, 2)), "dilated"),
         (conv_problem(1, 8, 9, 9, 8, 1, 3, dilation=(2, 1)), "one-row"),  # no taps along which it would be dilated
+        (conv_problem(1, 8, 9, 9, 8, 3, 1, dilation=(1, 2)), "one-row"),
         (conv_problem(1, 8, 9, 9, 8, 3, 1, dilation=(2, 1)), "dilated one-row"),
         (conv_problem(1, 8, 9, 9, 8, 3, 3, stride=(1, 2)), "strided"),
         (conv_problem(1, 3, 9, 9, 8, 3, 3, stride=2, dilation=2), "dilated strided thin"),
