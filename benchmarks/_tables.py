@@ -31,6 +31,7 @@ GROUPS = {
     "depthwise": "depthwise",
     "grouped": "grouped",
     "direct": "direct",
+    "patches": "patches",
 }
 CLASSES = {
     "1x1": "1x1",

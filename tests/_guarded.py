@@ -212,6 +212,25 @@ def pointwise_problems(seed: int, count: int) -> Iterator[ConvProblem]:
         yield conv_problem(r.choice((1, 1, 3)), C, H, W, K, 1, 1, stride=stride)
 
 
+def patch_problems(seed: int, count: int) -> Iterator[ConvProblem]:
+    """Patches (kernel = stride) with and without a rest, and layers with few input channels."""
+    r = random.Random(seed)
+    while count:
+        K = r.choice((1, 5, 8, 16, 24, 31, 33, 64))
+        R, S = (r.choice((1, 2, 3, 4, 5, 8)) for _ in "RS")
+        if r.random() < 0.5:
+            C, stride, padding = r.choice((1, 3, 6, 17, 40)), (R, S), 0
+        else:
+            C, stride, padding = r.randint(1, 4), r.choice((1, 2, (3, 1))), r.choice((0, 1, (2, 0, 1, 3)))
+        H, W = r.randint(R, 40), r.randint(S, 60)
+        p = conv_problem(
+            r.choice((1, 2, 5)), C, H, W, K, R, S, stride=stride, padding=padding, direction=r.choice(list(Direction))
+        )
+        if R * S > 1 and p.flops < 6e6:
+            count -= 1
+            yield p
+
+
 def listed_problems() -> Iterator[ConvProblem]:
     for p, direction, dtype in itertools.product(PROBLEMS.values(), Direction, DTYPES):
         yield p._replace(direction=direction, dtype=dtype)
@@ -481,6 +500,8 @@ def main(spec: dict[str, Any]) -> None:
         runner.run(problem, [pairs[i % 4]], 1 + i % 3)
     for i, problem in enumerate(pointwise_problems(spec["seed"], spec.get("pointwise", 0))):
         runner.run(problem, [(CHANNELS_LAST, CONTIGUOUS)], 1 + i % 3)
+    for i, problem in enumerate(patch_problems(spec["seed"], spec.get("patches", 0))):
+        runner.run(problem, [pairs[i % 4]], 1 + i % 3)
     if spec["listed"]:
         for i, problem in enumerate(listed_problems()):
             runner.run(problem, pairs if spec["listed"] == "all layouts" else [pairs[i % 4]], 1 + i % 2)
@@ -496,6 +517,7 @@ def run(environment: dict[str, str] | None = None, **spec: Any) -> dict[str, int
         kernels, sides: as `Runner` has them.
         random, seed: how many random problems, and from which seed.
         pointwise: how many random 1x1 problems without padding, in channels_last.
+        patches: how many random patches and layers with few input channels.
         programs: whether each case has a program drawn at random; "tuned" then counts those that were not the default.
         listed: "" (none), "one layout" or "all layouts": the problems of tests/problems.py.
 

@@ -56,7 +56,7 @@ def drawn(generator: random.Random) -> ConvProblem:
 def test_those_that_declare_it_are_known():
     # What runs a batch at once is worth a test of its own; a new declaration has to come by here.
     if BY_NAME["direct"].why_not(conv_problem(1, 8, 8, 8, 8, 3, 3)) is None:
-        assert sorted(DECLARED) == ["depthwise", "direct", "grouped", *(f"winograd{m}" for m in range(2, 8))]
+        assert sorted(DECLARED) == ["depthwise", "direct", "grouped", "patches", *(f"winograd{m}" for m in range(2, 8))]
     assert "native" not in DECLARED
 
 
@@ -87,6 +87,7 @@ def test_what_declares_it_gives_each_image_its_bits(name, threads):
         ("winograd7", conv_problem(3, 64, 28, 28, 80, 3, 3, padding=1)),
         ("direct", conv_problem(5, 128, 28, 28, 192, 3, 3, padding=1, stride=2)),
         ("direct", conv_problem(5, 512, 7, 7, 128, 1, 1, layout="channels_last")),
+        ("patches", conv_problem(3, 3, 64, 64, 192, 16, 16, stride=16)),
         ("depthwise", conv_problem(4, 96, 56, 56, 96, 7, 7, padding=3, groups=96)),
         ("grouped", conv_problem(4, 128, 28, 28, 128, 3, 3, padding=1, groups=32)),
     ],

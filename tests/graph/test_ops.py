@@ -27,7 +27,7 @@ ALGORITHMS = {
     "native": "3x3", "native_channels_last": "stride 2", "native_contiguous": "groups 2", "im2col_gemm": "stride 2",
     "winograd2": "3x3 uneven padding", "winograd4": "3x3 odd image", "winograd6": "3x3 many channels", "fft": "9x9",
     "fft_tiled": "31x31", "depthwise": "depthwise 7x7", "direct": "stem 7x7 stride 2",
-    "grouped": "groups, few channels",
+    "grouped": "groups, few channels", "patches": "patch with a rest",
 }  # fmt: skip
 CHEAP = ("test_schema", "test_autograd_registration", "test_faketensor")
 

@@ -78,6 +78,16 @@ def test_no_byte_beside_a_products_operands_is_touched(current):
     assert min(ran.values()) > 40
 
 
+@pytest.mark.sanitizer
+def test_no_byte_beside_the_operands_of_patches_is_touched(current):
+    environment = {"CONVSELECT_LIBRARY": str(current)}
+    kernels = ["cs_patches"]
+    ran = _guarded.run(environment, kernels=kernels, sides=[True, False], random=0, seed=10, listed="", patches=150)
+    assert_ran(ran, kernels)
+    assert len(ran) == 3 * (_library.library().cs_best_isa() + 1)
+    assert min(ran.values()) > 50
+
+
 def assert_blocks_ran(ran: dict[str, int]) -> None:
     assert len(ran) == 2 * (_library.library().cs_best_isa() + 1)
     assert min(ran.values()) > 20
@@ -139,6 +149,8 @@ def test_sanitizers_have_nothing_to_say(sanitized):
     assert_ran(
         _guarded.run(sanitized, kernels=PRODUCTS, sides=[None], random=0, seed=3, listed="", pointwise=60), PRODUCTS
     )
+    patches = ["cs_patches"]
+    assert_ran(_guarded.run(sanitized, kernels=patches, sides=[None], random=0, seed=3, listed="", patches=60), patches)
     assert_blocks_ran(_guarded.run(sanitized, blocks=True, sides=[None], random=40, seed=5))
     assert len(_guarded.run(sanitized, spots=True, sides=[None], random=60, seed=7)) == SPOTS
     assert_steps_ran(_guarded.run(sanitized, steps=True, sides=[None], random=176, seed=9))

@@ -1,0 +1,69 @@
+"""Gradients of patches and stems in C, where the image lies: `csrc/patches.inc`.
+
+*Patches*: kernel = stride, no padding, as vision transformers, ConvNeXt and Swin cut an image into, so that windows
+neither overlap nor leave gaps. Their grad-input is one matrix product
+
+    grad_x[n, c, p stride_h + r, q stride_w + s] = sum over k of grad_y[n, k, p, q] w[k, c, r, s]
+
+whose result is stored where the pixels lie, without col2im. *Stems*: few input channels, any stride and padding. The
+weight gradient of both,
+
+    grad_w[k, c, r, s] = sum over n, p, q of grad_y[n, k, p, q] x[n, c, p stride_h + r - pad_top, ...],
+
+reads x through a table of pointers that step by the stride, without im2col. Forward, and the grad-input of stems, are
+those of `direct`: packing an image's patches for a product with the weights as they lie was slower.
+"""
+
+from __future__ import annotations
+
+from convselect.base.problem import ConvProblem, Direction
+from convselect.kernels._c_algorithm import CAlgorithm, why_not_in_c
+from convselect.kernels._contract import Grade
+
+FEW_CHANNELS = 4
+"""Most input channels of a stem, as in the C source."""
+
+
+def _are_patches(p: ConvProblem) -> bool:
+    return p.stride == (p.R, p.S) and not (p.pad_top or p.pad_left) and p.P * p.R <= p.H and p.Q * p.S <= p.W
+
+
+class Patches(CAlgorithm):
+    """No parameters: chunks follow from the sizes of caches."""
+
+    name = "patches"
+    kernel = "cs_patches"
+    slots = ()
+
+    def why_not(self, problem: ConvProblem) -> str | None:
+        p = problem
+        if p.groups != 1:
+            return f"The kernel for patches needs one group; this convolution has {p.groups}."
+        if p.dilation != (1, 1):
+            return f"The kernel for patches needs dilation 1; this convolution has dilation {p.dil_h}x{p.dil_w}."
+        if p.R * p.S == 1:
+            return "The kernel for patches needs more than one tap; this convolution is 1x1."
+        if p.C > FEW_CHANNELS and not _are_patches(p):
+            return (
+                f"The kernel for patches needs kernel = stride without padding, or at most {FEW_CHANNELS} input "
+                f"channels; this convolution is {p.R}x{p.S} with stride {p.stride_h}x{p.stride_w} and {p.C} channels."
+            )
+        if p.element_bytes != 4:
+            return f"The kernel for patches computes in float32; this problem is in {p.dtype}."
+        return why_not_in_c("The kernel for patches", p)
+
+    def same_as_native(self, problem: ConvProblem) -> str | None:
+        """Also where it would do just what `direct` does: a second measurement of that would tell nothing."""
+        p = problem
+        if p.direction == Direction.FORWARD:
+            return "Forward, the kernel for patches is the direct kernel."
+        if p.direction == Direction.BACKWARD_DATA and not _are_patches(p):
+            return "The grad-input of overlapping windows is the direct kernel's."
+        return None
+
+    def error_grade(self, problem: ConvProblem) -> Grade:
+        """Measured in float32 on normal data: at most 3e-7 up to 768 terms; weight gradients below 6e-7."""
+        return Grade.DIRECT
+
+
+ALGORITHMS = (Patches(),)
