@@ -382,8 +382,8 @@ def test_nan_and_infinity_stay_where_native_has_them(name):
                 for consumer in consumers:
                     a, b = (run(f, operands, consumer=consumer, padding=padding) for f in (convselect.conv2d, native))
                     for i, (mine, stock) in enumerate(zip(a.grads, b.grads, strict=True)):
-                        if name == "direct" and i == 0 and not operands[1].isfinite().all():
-                            # Beyond the edge of grad_y are zeros, with which `direct` multiplies a bad weight.
+                        if name in ("direct", "thin") and i == 0 and not operands[1].isfinite().all():
+                            # Beyond the edge of grad_y are zeros, with which these multiply a bad weight.
                             assert (mine.isfinite() <= stock.isfinite()).all()
                             continue
                         for g, w in zip(pattern(mine), pattern(stock), strict=True):

@@ -56,7 +56,8 @@ def drawn(generator: random.Random) -> ConvProblem:
 def test_those_that_declare_it_are_known():
     # What runs a batch at once is worth a test of its own; a new declaration has to come by here.
     if BY_NAME["direct"].why_not(conv_problem(1, 8, 8, 8, 8, 3, 3)) is None:
-        assert sorted(DECLARED) == ["depthwise", "direct", "grouped", "patches", *(f"winograd{m}" for m in range(2, 8))]
+        winograd = (f"winograd{m}" for m in range(2, 8))
+        assert sorted(DECLARED) == ["depthwise", "direct", "grouped", "patches", "thin", *winograd]
     assert "native" not in DECLARED
 
 

@@ -26,7 +26,7 @@ def _empty_caches():
 # ---- derivatives ------------------------------------------------------------------------------------------------
 
 # name -> (x shape, weight shape, arguments): small, and together awkward enough.
-WITHOUT_FLOAT64 = ("upcast", "depthwise", "direct", "grouped", "patches", "winograd3", "winograd5", "winograd7")
+WITHOUT_FLOAT64 = ("upcast", "depthwise", "direct", "grouped", "patches", "thin", "winograd3", "winograd5", "winograd7")
 DERIVATIVES = {
     "3x3": ((2, 2, 4, 5), (2, 2, 3, 3), {"padding": 1}),
     "groups": ((1, 4, 4, 4), (4, 2, 3, 3), {"padding": (1, 0), "groups": 2}),

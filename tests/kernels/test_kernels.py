@@ -33,6 +33,7 @@ NOT_FOR = {
     ("direct", "float64"),
     ("grouped", "float64"),
     *(("patches", dtype) for dtype in ("float64", "bfloat16", "float16")),
+    ("thin", "float64"),
     *((f"winograd{m}", "float64") for m in (3, 5, 7)),
 }
 every_algorithm = pytest.mark.parametrize("algorithm", POOL, ids=lambda a: a.name)

@@ -75,7 +75,9 @@ def assert_right(name: str, problem: ConvProblem, got: torch.Tensor, a: torch.Te
 
 
 def test_there_are_algorithms_with_parameters():
-    assert {"winograd4", "winograd7", "direct", "depthwise", "grouped", "fft_tiled", "im2col_gemm"} <= set(WITH_SPACE)
+    assert {"winograd4", "winograd7", "direct", "depthwise", "grouped", "thin", "fft_tiled", "im2col_gemm"} <= set(
+        WITH_SPACE
+    )
     assert set(WITH_SPACE) == {name for name, _ in cases()}
     for name in WITH_SPACE:
         assert {problem.direction for algorithm, problem in cases() if algorithm == name} == set(Direction)
@@ -154,7 +156,7 @@ def test_spaces_are_large_and_lead_somewhere():
 def test_no_program_touches_a_byte_beside_an_operand_or_result():
     """At every instruction set, each with the same number of cases, and by one to three threads."""
     levels = _library.library().cs_best_isa() + 1
-    kernels = ["cs_winograd", "cs_direct", "cs_depthwise", "cs_grouped", "cs_fft"]
+    kernels = ["cs_winograd", "cs_direct", "cs_depthwise", "cs_grouped", "cs_thin", "cs_fft"]
     for side in (True, False):
         ran = _guarded.run(kernels=kernels, sides=[side], random=100, seed=11 + side, listed="", programs=True)
         assert ran.pop("tuned") > 500 / 3 * levels

@@ -22,6 +22,7 @@
     X(cs_grouped, CS_OPERANDS, CS_PASS)     \
     X(cs_direct, CS_OPERANDS, CS_PASS)      \
     X(cs_patches, CS_OPERANDS, CS_PASS)     \
+    X(cs_thin, CS_OPERANDS, CS_PASS)        \
     X(cs_fft, CS_TRANSFORM, CS_TRANSFORM_PASS)
 
 /* Bytes of scratch memory that a call would take, all threads together; negative if the kernel does not apply. */
@@ -30,6 +31,7 @@
     X(cs_fft_bytes, (const cs_conv *conv, int32_t length), (conv, length)) \
     X(cs_direct_bytes, (const cs_conv *conv), (conv))                 \
     X(cs_patches_bytes, (const cs_conv *conv), (conv))                \
+    X(cs_thin_bytes, (const cs_conv *conv), (conv))                   \
     X(cs_depthwise_bytes, (const cs_conv *conv), (conv))              \
     X(cs_grouped_bytes, (const cs_conv *conv), (conv))                \
     X(cs_direct_packed_bytes, (const cs_conv *conv), (conv))          \
