@@ -8,8 +8,8 @@
 Image processing has one channel or three, super-resolution ends in three, flow begins with two; blurs are a row of taps
 and then a column. Vectors of channels would be nearly empty, and a matrix product of such a depth or width is a copy of
 the image for every tap. Here a vector is a run of neighbouring pixels of one row, which each tap meets at its own
-distance; a register tile of some channels times some vectors takes the whole sum. Image pipelines vectorise filters like
-that (Ragan-Kelley et al., "Halide", PLDI 2013); new is only that a loaded pixel meets several output channels. 16-bit
+distance; a register tile of some channels times some vectors takes the whole sum. Image pipelines vectorise filters
+like that (Ragan-Kelley et al., "Halide", PLDI 2013); here a loaded pixel meets several output channels besides. 16-bit
 operands are widened as their rows are copied, summed in float32 and rounded once.
 """
 
@@ -24,7 +24,7 @@ from convselect.kernels._space import Parameter, Space, Values
 from convselect.kernels._tuning import within
 
 MOST_CHANNELS = 16
-"""Input or output channels, whichever are fewer: with more, tiles of pixels times channels are as full and read less."""
+"""Input or output channels, whichever are fewer: with more, vectors of channels are as full."""
 
 _OUTPUTS, _VECTORS = Parameter("outputs", (1, 2, 3, 4)), Parameter("vectors", (1, 2, 3, 4, 6, 8))
 _PIXELS = Parameter("pixels", (128, 256, 512, 1024, 2048))
@@ -32,8 +32,8 @@ _PIXELS = Parameter("pixels", (128, 256, 512, 1024, 2048))
 
 class Thin(CAlgorithm):
     """Parameters: `outputs`, the most channels of a register tile (in a weight gradient those of grad_y). Forward and
-    data gradient: `vectors`, the most vectors of pixels in it. Weight gradient: `pixels`, how many of grad_y a tile sums
-    up at a time.
+    data gradient: `vectors`, the most vectors of pixels in it. Weight gradient: `pixels`, how many of grad_y a tile
+    sums up at a time.
     """
 
     name = "thin"

@@ -45,6 +45,14 @@ MOST_LOG_GAIN = 50.0
 _UNTIMED = {"dilated": ("winograd",), "strided": ("winograd", "fft")}
 """Kind of problem -> beginnings of the names of algorithms that took none of it when artifacts without `Card.timed`
 were trained. An algorithm that is taught a kind of problem belongs here."""
+IN_FLOAT64 = ("fft", "fft_tiled")
+"""What may be predicted in float64, of which no artifact has times. Winograd and im2col are left out: their C kernels
+and oneDNN compute in float32 only, and in PyTorch's operations they gain little or lose."""
+FLOAT64_TAPS = 49
+"""Fewest taps of such a kernel. With 25 or 9 what the artifact tells of a transform is the C kernel's speed, up to four
+times that of the operations that compute float64."""
+FLOAT64_DOUBT = math.log(2.0)
+"""Taken off each gain that is predicted for float64."""
 
 _Program = tuple[Any, Any, Array]
 # What a card and a calibration may hold: msgspec compares them with these types.
@@ -283,8 +291,11 @@ class Predictor:
     def predict(self, problem: ConvProblem) -> Prediction | None:
         """The predicted ranking, without algorithms that had no times of such problems (`Card.has_times`); None for
         problems that were not measured for this artifact at all (device kind, element type, 16-bit support of the
-        processor, TF32) and for problems with nothing to compute. Any thread count is accepted."""
+        processor, TF32) and for problems with nothing to compute. Any thread count is accepted. In float64 gains are
+        derived from those in float32: `_in_float64`."""
         card = self.card
+        if problem.dtype == "float64" and problem.device == card.device == "cpu":
+            return self._in_float64(problem)
         if problem.device != card.device or problem.dtype not in self._covered or (problem.tf32 and not card.tf32):
             return None
         if problem.device != "cpu":
@@ -315,6 +326,27 @@ class Predictor:
             names = self.card.algorithm_names
             known = self._with_times[of] = tuple(i for i, name in enumerate(names) if self.card.has_times(name, of))
         return known
+
+    def _in_float64(self, problem: ConvProblem) -> Prediction | None:
+        """Of large kernels, how much faster a Fourier transform is than native in float64; None of others.
+
+        Vectors are half as wide there and elements twice as large, so that an algorithm takes twice its time in
+        float32. Native does not: oneDNN has no float64, and native unfolds the image and multiplies, as `im2col_gemm`
+        does in both, wherever that is slower than oneDNN. So t_native / t in float64 is t_im2col_gemm / t in float32,
+        and that is divided by 2, since it was never measured (`FLOAT64_DOUBT`). What it exceeds 1 by is the gain, and
+        native's margin is 0.
+        """
+        if problem.R * problem.S < FLOAT64_TAPS:
+            return None
+        said = self.predict(problem._replace(dtype="float32"))
+        if said is None:
+            return None
+        names = (NATIVE, *(name for name in IN_FLOAT64 if name in said.names))
+        slower = min(0.0, said.log_gain("im2col_gemm")) if "im2col_gemm" in said.names else 0.0
+        gains = [said.log_gain(name) - slower - FLOAT64_DOUBT for name in names[1:]]
+        margin = max(0.0, said.margin - self.margin)  # what threads that were not measured ask for
+        logits = [0.0, *(gain * self.card.alpha for gain in gains)]
+        return Prediction(names, logits, self.card.alpha, margin, self.card.sharpness)
 
     def logits(self, x: Array) -> Array:
         """Logits (n_classes,) of a raw feature vector (n_features,), float32."""

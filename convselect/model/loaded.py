@@ -63,9 +63,11 @@ def get_for(problem: ConvProblem) -> Predictor | None:
 
 
 def identity(problem: ConvProblem) -> str:
-    """A text that names the model for this problem, calibration included; "" if there is none."""
+    """A text that names the model for this problem, calibration included; "" if there is none. In float64 it is another
+    one, since what trials teach of predictions that are derived must not correct those that were trained."""
     predictor = get_for(problem)
-    return "" if predictor is None else str(getattr(predictor, "identity", ""))
+    of = "" if predictor is None else str(getattr(predictor, "identity", ""))
+    return f"{of} float64" if of and problem.dtype == "float64" else of
 
 
 def _gpu_family() -> str | None:

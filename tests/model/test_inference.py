@@ -229,6 +229,48 @@ def test_what_was_not_measured_is_declined(artifact: Path):
     assert predictor.predict(PROBLEM._replace(R=99)) is None
 
 
+class Told(Predictor):
+    """Says this of every problem in float32: name -> how many times as fast as native."""
+
+    def __init__(self, gains: dict[str, float], margin: float = 0.15) -> None:
+        super().__init__(CARD, arrays())
+        self.margin, self._said, self._said_margin = 0.15, {"native": 1.0, **gains}, margin
+
+    def predict(self, problem):
+        if problem.dtype == "float64":
+            return super().predict(problem)
+        assert problem.dtype == "float32"
+        logits = [self.card.alpha * math.log(gain) for gain in self._said.values()]
+        return Prediction(tuple(self._said), logits, self.card.alpha, self._said_margin)
+
+
+LARGE = conv_problem(1, 64, 56, 56, 64, 7, 7, padding=3, dtype="float64")
+
+
+def test_float64_is_derived_for_fourier_transforms_of_large_kernels():
+    told = Told({"fft_tiled": 5.0, "fft": 1.5, "winograd7": 9.0, "direct": 3.0, "im2col_gemm": 1.2})
+    said = told.predict(LARGE)
+    assert said is not None
+    assert list(said.ranked) == ["fft_tiled", "native", "fft"]  # nothing else
+    assert math.exp(said.log_gain("fft_tiled")) == pytest.approx(5.0 / 2)
+    assert math.exp(said.log_gain("fft")) == pytest.approx(1.5 / 2)
+    assert said.margin == 0.0
+    assert told.predict(LARGE._replace(R=5, S=5)) is None
+    assert told.predict(LARGE._replace(device="cuda")) is None
+
+
+def test_native_in_float64_is_as_slow_as_the_product_of_the_unfolded_image():
+    said = Told({"fft_tiled": 1.6, "im2col_gemm": 0.5}).predict(LARGE)
+    assert said is not None
+    assert math.exp(said.log_gain("fft_tiled")) == pytest.approx(1.6 / 0.5 / 2)
+
+
+def test_threads_that_were_not_measured_ask_for_more_in_float64_too():
+    said = Told({"fft_tiled": 3.0}, margin=0.15 + math.log(1.5)).predict(LARGE)
+    assert said is not None
+    assert said.margin == pytest.approx(math.log(1.5))
+
+
 @pytest.mark.parametrize(
     ("flags", "covered"),
     [
