@@ -51,6 +51,8 @@ and oneDNN compute in float32 only, and in PyTorch's operations they gain little
 FLOAT64_TAPS = 49
 """Fewest taps of such a kernel. With 25 or 9 what the artifact tells of a transform is the C kernel's speed, up to four
 times that of the operations that compute float64."""
+FLOAT64_FLOPS = 3e7
+"""Fewest operations: below, native takes 1 ms or two, and the transform's many PyTorch operations half of that."""
 FLOAT64_DOUBT = math.log(2.0)
 """Taken off each gain that is predicted for float64."""
 
@@ -336,7 +338,7 @@ class Predictor:
         and that is divided by 2, since it was never measured (`FLOAT64_DOUBT`). What it exceeds 1 by is the gain, and
         native's margin is 0.
         """
-        if problem.R * problem.S < FLOAT64_TAPS:
+        if problem.R * problem.S < FLOAT64_TAPS or problem.flops < FLOAT64_FLOPS:
             return None
         said = self.predict(problem._replace(dtype="float32"))
         if said is None:

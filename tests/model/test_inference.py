@@ -256,6 +256,7 @@ def test_float64_is_derived_for_fourier_transforms_of_large_kernels():
     assert math.exp(said.log_gain("fft")) == pytest.approx(1.5 / 2)
     assert said.margin == 0.0
     assert told.predict(LARGE._replace(R=5, S=5)) is None
+    assert told.predict(LARGE._replace(C=4, K=4)) is None  # too small
     assert told.predict(LARGE._replace(device="cuda")) is None
 
 
