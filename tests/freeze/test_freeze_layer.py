@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from networks import CONV, distance, eager, randomised, use_forced
+from networks import CONV, distance, eager, needs_library, randomised, use_forced
 from torch import nn
 
 import convselect
+from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS
+from convselect.base.settings import current
 from convselect.freeze.capture import capture
 from convselect.freeze.program import Program, Registry
 
@@ -24,6 +26,17 @@ def test_folding_is_exact(affine, bias):
     frozen = program.layers[program.steps[0]]
     with torch.no_grad():
         assert distance(F.conv2d(x, frozen.weight, frozen.bias), model(x)) < 1e-15
+
+
+@needs_library
+def test_one_pixel_has_the_product_in_both_layouts():
+    model, x = randomised(nn.Sequential(nn.Conv2d(24, 40, 1), nn.ReLU())), torch.randn(1, 24, 1, 1)
+    with torch.no_grad():
+        program = Program(capture(model, (x,)), Registry())
+        frozen = program.layers[program.steps[0]]
+        for layout in (CONTIGUOUS, CHANNELS_LAST):
+            found = {c.name: c for c in frozen.candidates(x, None, layout, current())}
+            assert distance(found["product"].bind(None, None, None)(x), model(x)) < CONV
 
 
 def changes():
