@@ -31,7 +31,6 @@ GROUPS = {
     "depthwise": "depthwise",
     "grouped": "grouped",
     "direct": "direct",
-    "patches": "patches",
 }
 CLASSES = {
     "1x1": "1x1",
