@@ -166,6 +166,26 @@ def test_epilogue(layout, dtype):
 
 
 @needs_library
+@pytest.mark.parametrize("isa", ISA_LEVELS)
+def test_epilogue_of_images_that_are_read_in_place(isa, nan_memory):
+    """Runs within and across the borders, kernels of three rows and of others, whole blocks of channels and a rest."""
+    for channels, size, kernel, stride in ((37, 17, 3, 1), (32, 9, 3, 2), (19, 8, 5, 1), (16, 1, 3, 1)):
+        p = conv_problem(
+            2, channels, size, size + 3, channels, kernel, kernel, stride=stride, padding=kernel // 2, groups=channels,
+            layout=CHANNELS_LAST,
+        )  # fmt: skip
+        assert depthwise.packed_floats(p) is not None
+        x, weight, residual = random_operands(p, "channels_last")
+        bias = torch.randn(p.K)
+        y = Reference().forward(x.double(), weight.double(), p._replace(dtype="float64")) + bias.double().view(-1, 1, 1)
+        for activation, function in ACTIVATIONS.items():
+            for added, want in ((None, function(y)), (residual, function(y + residual.double()))):
+                options = {"bias": bias, "residual": added, "activation": activation, "slope": SLOPE}
+                got = _library.call("cs_depthwise", x, weight, p, isa_level=isa, **options)
+                assert relative_error(got, want) <= tolerance(ALGORITHM, p), (p, activation)
+
+
+@needs_library
 @DIRECTIONS
 def test_any_number_of_threads_gives_the_same_bits(direction):
     """Bands and parts of kernels depend on the number of threads asked for; sums do not."""

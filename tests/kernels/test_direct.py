@@ -149,6 +149,21 @@ def test_activations_of_extreme_values(level, layout):
         torch.testing.assert_close(got, want, rtol=rtol, atol=1e-36, equal_nan=True)
 
 
+@every_level
+def test_activations_to_a_few_units(level):
+    """All bits of a sigmoid's or silu's exponential: errors in units of 2^-24 of the result."""
+    x = torch.linspace(-85, 85, 60_001)
+    x = torch.stack([x, torch.zeros_like(x)]).view(1, 2, 1, -1)
+    weight = torch.zeros(9, 2, 1, 1)
+    weight[:, 0] = 1
+    p = conv_problem(1, 2, 1, x.shape[3], 9, 1, 1)
+    for activation, units in {"silu": 4.5, "sigmoid": 4.5, "tanh": 4.5, "hardswish": 2.5}.items():
+        got = _library.call("cs_direct", x, weight, p, activation=activation, isa_level=level)
+        want = ACTIVATIONS[activation](x[:, :1].double())
+        off = (got.double() - want).abs() / (want.abs() * 2.0**-24 + 1e-37)
+        assert off.max() <= units, (activation, off.max().item(), x[0, 0, 0, off.max(1).values.argmax()].item())
+
+
 def test_gelu_is_that_of_pytorch():
     x = torch.linspace(-6, 6, 1000, dtype=torch.float64)
     torch.testing.assert_close(ACTIVATIONS["gelu"](x), torch.nn.functional.gelu(x))

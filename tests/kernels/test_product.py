@@ -67,10 +67,12 @@ def test_every_number_of_rows_and_columns(level, nan_memory):
     for rows, K in pairs((*range(1, 16), 28, 30), (*range(1, 57), 80, 99)):
         p = conv_problem(1, 5, 1, rows, K, 1, 1, layout=CHANNELS_LAST)
         x, weight, want = prepared(p)
-        x, want, activation = 9 * x, 9 * want, "relu6" if rows % 2 else None
-        got = forward_packed(x, pack(weight, p, level), p, activation=activation, isa_level=level)
+        activation = (None, "relu6", "silu", "hardswish")[rows % 4]
+        residual = torch.randn(p.y_shape).contiguous(memory_format=torch.channels_last) if K % 3 else None
+        x, want = 9 * x, 9 * want
+        got = forward_packed(x, pack(weight, p, level), p, None, residual, activation, level)
         what = f"{rows} x {K}: "
-        want = ACTIVATIONS[activation](want).float()
+        want = ACTIVATIONS[activation](want if residual is None else want + residual.double()).float()
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4, msg=lambda m, what=what: what + m)
 
 
