@@ -158,6 +158,32 @@ def _conv(p: ConvProblem, a_layout: str, b_layout: str, threads: int, isa: int, 
     )  # fmt: skip
 
 
+def packed_floats(kernel: str, conv: Any) -> int | None:
+    """Floats of a weight that `<kernel>_pack` has packed for this struct (by reference); None: it does not apply."""
+    size = _function(f"{kernel}_packed_bytes", 0, 0, ctypes.c_int64)(conv)
+    return None if size < 0 else int(size) // 4
+
+
+def packed(
+    kernel: str, floats: int | None, weight: Tensor, problem: ConvProblem, layout: str, level: int | None = None
+) -> Tensor:
+    """A float32 weight in the order in which `<kernel>_frozen` reads it, with x in this layout, on this instruction set
+    (None: the one in use): one-dimensional, of `floats` elements.
+
+    Raises:
+        ValueError: if `floats` is None, or the weight's shape, dtype or device is not the problem's.
+    """
+    if floats is None or weight.shape != problem.weight_shape or weight.dtype != torch.float32 or not weight.is_cpu:
+        raise ValueError(f"a weight {weight.dtype} {tuple(weight.shape)} for {problem}")
+    result = torch.empty(floats, dtype=torch.float32, device="cpu")
+    weight = weight.resolve_neg().contiguous()
+    forward = problem.with_direction(Direction.FORWARD)
+    conv = ctypes.byref(_conv(forward, layout, CONTIGUOUS, problem.threads, isa() if level is None else level))
+    status = _function(f"{kernel}_pack", 0, 2)(conv, weight.data_ptr(), result.data_ptr())
+    assert status == OK
+    return result
+
+
 @functools.lru_cache(maxsize=4096)
 def _prepared(
     name: str,

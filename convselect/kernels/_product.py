@@ -27,8 +27,7 @@ def _frozen(kernel: str, problem: ConvProblem, threads: int, isa: int) -> tuple[
     if p.device != "cpu" or p.dtype != "float32" or p.layout != CHANNELS_LAST or not _library.available():
         return None, None
     conv = ctypes.byref(_library._conv(p, CHANNELS_LAST, CONTIGUOUS, threads, isa))
-    size = _library._function(f"cs_{kernel}_packed_bytes", 0, 0, ctypes.c_int64)(conv)
-    return conv, None if size < 0 else int(size) // 4
+    return conv, _library.packed_floats(f"cs_{kernel}", conv)
 
 
 def takes(problem: ConvProblem, kernel: str = "product") -> bool:
@@ -48,14 +47,8 @@ def pack(weight: Tensor, problem: ConvProblem, isa_level: int | None = None, ker
         ValueError: if the kernel does not apply, or the weight's shape, dtype or device is not the problem's.
     """
     level = _library.isa() if isa_level is None else isa_level
-    conv, floats = _frozen(kernel, problem, torch.get_num_threads(), level)
-    if floats is None or weight.shape != problem.weight_shape or weight.dtype != torch.float32 or not weight.is_cpu:
-        raise ValueError(f"a weight {weight.dtype} {tuple(weight.shape)} for {problem}")
-    packed = torch.empty(floats, dtype=torch.float32, device="cpu")
-    weight = weight.resolve_neg().contiguous()
-    status = _library._function(f"cs_{kernel}_pack", 0, 2)(conv, weight.data_ptr(), packed.data_ptr())
-    assert status == _library.OK
-    return packed
+    _, floats = _frozen(kernel, problem, torch.get_num_threads(), level)
+    return _library.packed(f"cs_{kernel}", floats, weight, problem, CHANNELS_LAST, level)
 
 
 def forward_packed(

@@ -19,7 +19,6 @@ from __future__ import annotations
 import ctypes
 import functools
 
-import torch
 from torch import Tensor
 
 from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction
@@ -110,8 +109,7 @@ def packed_floats(problem: ConvProblem) -> int | None:
     if p.K // p.groups <= 8 and not alone:
         return None
     conv = _library._conv(p, p.layout, CONTIGUOUS, p.threads, _library.isa())
-    size = _library._function("cs_grouped_packed_bytes", 0, 0, ctypes.c_int64)(ctypes.byref(conv))
-    return None if size < 0 else int(size) // 4
+    return _library.packed_floats("cs_grouped", ctypes.byref(conv))
 
 
 def pack(weight: Tensor, problem: ConvProblem) -> Tensor:
@@ -120,15 +118,7 @@ def pack(weight: Tensor, problem: ConvProblem) -> Tensor:
     Raises:
         ValueError: if no kernel takes a packed weight, or the weight is not the problem's.
     """
-    floats = packed_floats(problem)
-    if floats is None or weight.shape != problem.weight_shape or weight.dtype != torch.float32:
-        raise ValueError(f"a weight {weight.dtype} {tuple(weight.shape)} for {problem}")
-    packed = torch.empty(floats, dtype=torch.float32, device="cpu")
-    conv = _library._conv(problem, problem.layout, CONTIGUOUS, problem.threads, _library.isa())
-    weight = weight.resolve_neg().contiguous()
-    status = _library._function("cs_grouped_pack", 0, 2)(ctypes.byref(conv), weight.data_ptr(), packed.data_ptr())
-    assert status == _library.OK
-    return packed
+    return _library.packed("cs_grouped", packed_floats(problem), weight, problem, problem.layout)
 
 
 ALGORITHMS = (Grouped(),)
