@@ -18,6 +18,7 @@ CSRC = Path("convselect/kernels/csrc")
 FLAGS = [
     "-std=gnu11", "-O3", "-g0", "-fno-wrapv", "-fopenmp", "-fvisibility=hidden",
     "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi",
+    "-Werror=implicit-function-declaration",  # a library that cannot be loaded is as good as none, and says nothing
 ]  # fmt: skip
 
 
