@@ -38,8 +38,9 @@ class Result:
         frozen_over: rival -> how many times faster the frozen network is, likewise.
         error: relative L2 distance from the network in float64; `max_error`: the largest difference, over the largest
             absolute value there.
-        seconds: what was done once: "frozen", planning with the first call; "onnx", the export; "onnxruntime",
-            "openvino", "torch.compile", making those; "converted", the first call.
+        seconds: what was done once: "frozen", planning with the first call; "frozen again", the same in a second
+            process with the first one's store; "onnx", the export; "onnxruntime", "openvino", "torch.compile", making
+            those; "converted", the first call.
         spinning_us: median wall-clock time of ONNX Runtime by itself, with threads that spin between its calls.
         load_average: of the machine, before and after.
         missing: side -> why it has no times.

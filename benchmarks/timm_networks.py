@@ -4,6 +4,7 @@
     python -m benchmarks.timm_networks --models resnet50 convnext_tiny --threads 1 2
     python -m benchmarks.timm_networks --isa avx2 --out run.json       # as on a processor without AVX-512
     python -m benchmarks.timm_networks --out run.json --resume         # what is not in run.json yet
+    python -m benchmarks.timm_networks --again                         # planning: in the first and in a second process
 
 Batch 1, each network's own image size, float32, random weights in which every branch matters (`_timm.enliven`). Each
 output is compared with the same network in float64 before anything is timed. Sides are timed interleaved, in one
@@ -40,6 +41,7 @@ from benchmarks import _against, _rivals, _timm
 from benchmarks._against import Result
 from benchmarks._tables import geometric_mean
 from benchmarks._trials_machine import restart
+from convselect.base.timing import Deadline
 from convselect.demo.tables import print_environment
 from convselect.machine.environment import run_environment
 
@@ -64,14 +66,32 @@ def measure_apart(network: str, mode: str, threads: int, options: argparse.Names
         command += ["--rounds", str(options.rounds), "--seconds", str(options.seconds)]
         command += ["--one", mode, "--out", str(out)]
         command += [f"--{name}" for name in ("compile", "reparameterised") if getattr(options, name)]
+        if options.again:
+            command += ["--store", str(Path(folder) / "store.db")]
         try:
             done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=options.timeout)
+            if not out.exists():
+                last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+                return f"ended with status {done.returncode}: {last}"
+            found = Result.from_json(json.loads(out.read_text()))
+            if options.again and mode == "inference":
+                out.unlink()
+                command[command.index(mode)] = "again"
+                subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=options.timeout, check=True)
+                found.seconds["frozen again"] = json.loads(out.read_text())
         except subprocess.TimeoutExpired:
             return f"took more than {options.timeout:.0f} s"
-        if not out.exists():
-            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            return f"ended with status {done.returncode}: {last}"
-        return Result.from_json(json.loads(out.read_text()))
+        return found
+
+
+def planned_again(network: str, options: argparse.Namespace) -> float:
+    """Seconds that `freeze` and the first call take, all that they import included, with the choices of another process
+    in the store."""
+    model, x = _timm.build(network, reparameterised=options.reparameterised)
+    began = Deadline(None)
+    with torch.inference_mode():
+        convselect.freeze(model, x)(x)
+    return began.elapsed_s
 
 
 # ---- the file -------------------------------------------------------------------------------------------------------
@@ -158,7 +178,8 @@ def table(results: Sequence[Result], mode: str, threads: int) -> Table:
         if not trains:
             best, planned = r.over_best, r.seconds.get("frozen")
             row += ["-", "-"] if best is None else [_coloured(best.median), f"{best.p20:.2f}-{best.p80:.2f}"]
-            row += ["-" if planned is None else f"{planned:.1f}"]
+            again = r.seconds.get("frozen again")
+            row += ["-" if planned is None else f"{planned:.1f}" + ("" if again is None else f" / {again:.1f}")]
             row += [f"{r.error[side]:.0e}" if side in r.error else "-" for side in ("eager", "frozen")]
         made.add_row(*row, str(r.rounds))
     means = _against.means(group)
@@ -214,17 +235,21 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--resume", action="store_true", help="keep what --out has, and measure the rest")
     made.add_argument("--together", action="store_true", help="all networks in this process")
     made.add_argument("--no-malloc-tuning", action="store_true", help="leave malloc as it is")
-    made.add_argument("--one", choices=["inference", "training"], help=argparse.SUPPRESS)
+    made.add_argument("--again", action="store_true", help="plan in a second process too, with the first one's store")
+    made.add_argument("--one", choices=["inference", "training", "again"], help=argparse.SUPPRESS)
+    made.add_argument("--store", default="off", help=argparse.SUPPRESS)
     return made
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0, or 1 if a result of ours was wrong or a network failed."""
     options = parser().parse_args(argv)
-    convselect.set_store("off")
+    convselect.set_store(options.store)
     if options.one:  # in a process of `measure_apart`
         torch.set_num_threads(options.threads[0])
-        options.out.write_text(json.dumps(asdict(measure(options.models[0], options.one, options))))
+        network, again = options.models[0], options.one == "again"
+        found = planned_again(network, options) if again else asdict(measure(network, options.one, options))
+        options.out.write_text(json.dumps(found))
         return 0
     if not options.no_malloc_tuning:
         restart(options.isa)
