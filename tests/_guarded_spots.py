@@ -25,6 +25,8 @@ def run_spots(spec: dict[str, Any]) -> dict[str, Any]:
     for i, (drawn, direction) in enumerate(itertools.product(problems, Direction)):
         p = drawn._replace(direction=direction, dtype=(*DTYPES, "float64")[i % 4])
         a, b, want, _ = with_reference(p)
+        if not want.any():  # windows of padding: no result is the usual one that a wide look compares with
+            continue
         bias = torch.ones(p.K, dtype=p.torch_dtype) if direction == Direction.FORWARD else None
         right = (want if bias is None else want + 1).to(p.torch_dtype)
         operands = (a, b, right) if bias is None else (a, b, right, bias)

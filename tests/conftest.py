@@ -28,13 +28,14 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 @pytest.fixture
 def nan_memory():
     """Fresh tensors hold NaN, those that ATen makes inside its own operators included, so memory that an algorithm
-    forgets to write shows up in every comparison. (PyTorch fills only while deterministic algorithms are on.)"""
+    forgets to write shows up in every comparison. (PyTorch fills only while deterministic algorithms are on. Its own
+    function for that imports the compiler, which takes longer than many a file of tests.)"""
     fill, mode = torch.utils.deterministic.fill_uninitialized_memory, torch.are_deterministic_algorithms_enabled()
     torch.utils.deterministic.fill_uninitialized_memory = True
-    torch.use_deterministic_algorithms(True)
+    torch._C._set_deterministic_algorithms(True)
     assert torch.empty(3).isnan().all()
     yield
-    torch.use_deterministic_algorithms(mode)
+    torch._C._set_deterministic_algorithms(mode)
     torch.utils.deterministic.fill_uninitialized_memory = fill
 
 

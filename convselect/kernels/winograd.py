@@ -7,11 +7,15 @@ With d the (m + r - 1)^2 inputs that a tile of m x m outputs sees, g the kernel,
     grad_g  = G^T [sum over tiles of (A grad_y A^T) o (B^T d B)] G
     grad_x  = y of grad_y and the kernel rotated by 180 degrees, channels exchanged
 
-For each of the (m + r - 1)^2 positions the sum over channels (or tiles) is a matrix product. `csrc/winograd.inc`
-computes it for the kernel sizes of `TILES`; `_winograd_torch.py` for 3x3 kernels and m = 2, 4, 6 in float64, and in
-every element type if the C library is missing. A dilated convolution is one without dilation on each phase of the image
-(every dil-th pixel of every dil-th row): the C kernel cuts its tiles out of phases, which it reads and writes where
-they lie. Networks for ImageNet have images of 7 * 2^k pixels, which tiles of 7 x 7 cover without waste.
+For each of the (m + r - 1)^2 positions the sum over channels (or tiles) is a matrix product. At stride 2 an axis is two
+convolutions of stride 1, by the even and by the odd taps, whose results are added: F(m, (r + 1) / 2) and F(m, r / 2),
+2 m + r - 2 positions (`csrc/winograd_strides.inc`). A dilated convolution is one without dilation on each phase of the
+image (every dil-th pixel of every dil-th row): the C kernel cuts its tiles out of phases, which it reads and writes
+where they lie.
+
+`csrc/winograd.inc` computes it for the kernel sizes of `TILES` and `STRIDED_TILES`; `_winograd_torch.py` for 3x3
+kernels, stride 1, no dilation and m = 2, 4, 6 in float64, and in every element type if the C library is missing.
+Networks for ImageNet have images of 7 * 2^k pixels, which tiles of 7 x 7 cover without waste.
 
 Sources: Winograd 1980, "Arithmetic complexity of computations"; Lavin & Gray 2015, arXiv 1509.09308.
 """
@@ -41,6 +45,9 @@ TILES: dict[tuple[int, int], tuple[int, ...]] = {
     (7, 1): (4,),
 }
 """Kernel size -> sizes m of an output tile. Larger tiles round too much, and smaller ones were never the fastest."""
+
+STRIDED_TILES: dict[tuple[int, int], tuple[int, ...]] = {(3, 3): (3, 4, 5, 7), (5, 5): (4, 5), (7, 7): (4, 5)}
+"""The same for stride 2: `csrc/winograd_strides.inc`."""
 
 _FRAIL_POINTS = 9
 """From this many points m + r - 1 on, rounding errors are near the bound. Such tiles need images of at least
@@ -72,7 +79,7 @@ def _dilation(problem: ConvProblem) -> tuple[int, int]:
 
 
 class Winograd(CAlgorithm):
-    """F(m x m, r x r), or F(m, r) along one axis.
+    """F(m x m, r x r), or F(m, r) along one axis; at stride 2 the two of each axis.
 
     Parameters of the C kernel: `span_kib`, KiB of transformed inputs that are held at a time; `inputs`, channels summed
     at a time (more would round more); `outputs`, output channels whose transformed weights are held; `team`, with
@@ -91,24 +98,29 @@ class Winograd(CAlgorithm):
         self.leading_ints = (m,)
 
     def _frail(self, problem: ConvProblem) -> bool:
-        return self.m + max(problem.R, problem.S) - 1 >= _FRAIL_POINTS and min(problem.R, problem.S) > 1
+        strided = problem.stride_h == 2  # no phase has more than 7 points
+        return self.m + max(problem.R, problem.S) - 1 >= _FRAIL_POINTS and min(problem.R, problem.S) > 1 and not strided
 
     def why_not(self, problem: ConvProblem) -> str | None:
         p = problem
-        if (p.R, p.S) not in TILES:
-            sizes = ", ".join(f"{R}x{S}" for R, S in TILES)
-            return f"Winograd needs kernels of {sizes}; this one is {p.R}x{p.S}."
-        if p.stride_h != 1 or p.stride_w != 1:
-            return f"Winograd needs stride 1; this convolution has {strides(p)}."
+        if (p.stride_h, p.stride_w) not in ((1, 1), (2, 2)):
+            return f"Winograd needs stride 1 or 2x2; this convolution has {strides(p)}."
+        tiles_of, at = (TILES, "") if p.stride_h == 1 else (STRIDED_TILES, " at stride 2")
+        if (p.R, p.S) not in tiles_of:
+            sizes = ", ".join(f"{R}x{S}" for R, S in tiles_of)
+            return f"Winograd needs kernels of {sizes}{at}; this one is {p.R}x{p.S}."
+        dil_h, dil_w = _dilation(p)
+        if p.stride_h == 2 and dil_h * dil_w > 1:
+            return f"Winograd at stride 2 needs dilation 1; this convolution has dilation {dil_h}x{dil_w}."
         if p.device != "cpu":
             return f"Winograd runs on CPUs; this problem is on {p.device}."
-        if self.m not in TILES[p.R, p.S]:
-            tiles = " and ".join(f"winograd{m}" for m in TILES[p.R, p.S])
-            return f"Tiles of {self.m} need other kernels; for {p.R}x{p.S} there is {tiles}."
-        if ((p.R, p.S) != (3, 3) or self.m not in _winograd_transforms.POINTS) and not self._in_c(p):
-            tiles = f"Tiles of {self.m} for {p.R}x{p.S} kernels"
+        if self.m not in tiles_of[p.R, p.S]:
+            tiles = " and ".join(f"winograd{m}" for m in tiles_of[p.R, p.S])
+            return f"Tiles of {self.m} need other kernels; for {p.R}x{p.S}{at} there is {tiles}."
+        in_torch = (p.R, p.S) == (3, 3) and self.m in _winograd_transforms.POINTS and p.stride_h == 1
+        if not in_torch and not self._in_c(p):
+            tiles = f"Tiles of {self.m} for {p.R}x{p.S} kernels{at}"
             return f"{tiles} need the C kernels, which compute in float32; this is float64, or they are missing."
-        dil_h, dil_w = _dilation(p)
         if dil_h * dil_w > 1 and not self._in_c(p):
             dilated = f"Winograd with dilation {dil_h}x{dil_w}"
             return f"{dilated} needs the C kernels, which compute in float32; this is float64, or they are missing."
@@ -116,6 +128,9 @@ class Winograd(CAlgorithm):
             least, out = f"{_FRAIL_IMAGE}x{_FRAIL_IMAGE}", f"{p.P}x{p.Q}"
             phases = f", and phases of dilation {dil_h}x{dil_w} are smaller still" if dil_h * dil_w > 1 else ""
             return f"Tiles of {self.m} need images of {least} or more; these are {p.H}x{p.W} in and {out} out{phases}."
+        if p.stride_h == 2 and p.direction == Direction.BACKWARD_DATA and (p.pad_top - p.pad_left) % 2 != 0:
+            pads = f"{p.pad_top} at the top and {p.pad_left} on the left"
+            return f"Winograd's grad-input at stride 2 needs paddings both even or both odd; these are {pads}."
         return None
 
     def _without_c(self, a: Tensor, b: Tensor, problem: ConvProblem, params: Params) -> Tensor:
@@ -133,14 +148,17 @@ class Winograd(CAlgorithm):
         """Measured in float32 on normal, rectified and smooth data, 1 to 2,048 channels, all directions: the C kernels
         at most 4.6e-7 (F(2x2, 3x3)), 5.6e-7 (F(3x3, 3x3)), 1.0e-6 (F(4x4, 3x3)), 2.3e-6 (F(5x5, 3x3)), 4.1e-6 (F(6x6,
         3x3)), 9.0e-6 (F(7x7, 3x3)), 4.0e-6 (F(4x4, 5x5)), 8.6e-6 (F(5x5, 5x5)), 9.6e-6 (F(3x3, 7x7)) and 3.4e-6 (F(4,
-        7)), native 5e-8 to 5e-7: sums over channels are cut into runs of 64. PyTorch operations sum them in one run:
-        5e-6 to 8e-6 with m = 6, above 1e-5 in a weight gradient of few products that cancel."""
+        7)); at stride 2 at most 4e-7 (m = 3, 4 for 3x3) and 4e-6 (the others); native 5e-8 to 5e-7: sums over channels
+        are cut into runs of 64. PyTorch operations sum them in one run: 5e-6 to 8e-6 with m = 6, above 1e-5 in a weight
+        gradient of few products that cancel."""
         if problem.element_bytes == 2:
             return Grade.DIRECT  # rounded once, from float32: 16 bits hide the difference
         if self.m == 6 and not self._in_c(problem):
             return Grade.LOOSE
         if self._frail(problem) and math.prod(problem.result_shape) < _FRAIL_RESULTS:
             return Grade.LOOSE
+        if problem.stride_h == 2:
+            return Grade.DIRECT if self.m + problem.R // 2 <= 5 else Grade.CLOSE  # points of the even taps' transform
         return Grade.DIRECT if self.m <= 3 and problem.R == problem.S == 3 else Grade.CLOSE
 
 

@@ -69,9 +69,9 @@ def estimate(problem: ConvProblem, algorithm: str) -> Estimate:
         return Estimate(float(p.flops), float(p.bytes), float(p.N * p.P * p.Q), float(p.R * p.S))
     m = int(found[1])
     rows, columns = (m if p.R > 1 else 1), (m if p.S > 1 else 1)
-    height, width = (p.H, p.W) if p.direction == "backward_data" else (p.P, p.Q)
-    tiles = p.N * -(-height // rows) * -(-width // columns)
-    taps = (rows + p.R - 1) * (columns + p.S - 1)
+    height, width, across = (p.H, p.W, p.stride_h) if p.direction == "backward_data" else (p.P, p.Q, 1)
+    tiles = p.N * -(-height // (across * rows)) * -(-width // (across * columns))
+    taps = (p.stride_h * (rows - 1) + p.R) * (p.stride_w * (columns - 1) + p.S)
     flops = 2.0 * tiles * taps * (p.C // p.groups) * p.K
     between = p.element_bytes * taps * (tiles * (p.C + p.K) + (p.C // p.groups) * p.K)
     return Estimate(flops, float(p.bytes + 2 * between), float(tiles), float(taps))

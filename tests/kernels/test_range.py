@@ -23,6 +23,7 @@ PROBLEMS = {
     "3x3 one channel": conv_problem(1, 1, 28, 28, 8, 3, 3),
     "3x3 groups": conv_problem(2, 12, 18, 18, 12, 3, 3, padding=1, groups=3),
     "3x3 dilated": conv_problem(2, 12, 27, 30, 12, 3, 3, padding=(3, 2), dilation=(3, 2)),
+    "3x3 strided": conv_problem(2, 12, 37, 40, 12, 3, 3, stride=2, padding=1),
     "5x5": conv_problem(1, 8, 21, 20, 8, 5, 5, padding=2),
     "7x7": conv_problem(1, 8, 24, 24, 8, 7, 7, padding=3),
     "13x13": conv_problem(1, 8, 40, 40, 8, 13, 13, padding=6),
