@@ -6,6 +6,7 @@ it agrees.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -193,6 +194,10 @@ def distance(got: Tensor, want: Tensor) -> float:
     return result if result == result else float("inf")
 
 
+def _norm(t: Tensor) -> float:
+    return float(torch.linalg.vector_norm(t.double()))
+
+
 def onednn_takes(dtype: str) -> bool:
     """Whether oneDNN is available, switched on, and has fast kernels for this dtype on this processor."""
     if not torch.backends.mkldnn.is_available() or not torch._C._get_mkldnn_enabled():
@@ -212,8 +217,19 @@ def admitted(algorithm: Algorithm, problem: ConvProblem, settings: Settings) -> 
         return False
 
 
-def agreeing(candidates: list[Candidate], x: Tensor, residual: Tensor | None, reference: Tensor) -> dict[str, Run]:
-    """Functions of the candidates that compute `reference` within tolerance; those that raise are left out."""
+def agreeing(
+    candidates: list[Candidate],
+    x: Tensor,
+    residual: Tensor | None,
+    reference: Tensor,
+    spread: Callable[[], float] = lambda: 0.0,
+) -> dict[str, Run]:
+    """Functions of the candidates that compute `reference` within tolerance; those that raise are left out.
+
+    Args:
+        spread: the norm that such a result has if its products are of random signs. Where they cancel, the result's own
+            norm says nothing of rounding.
+    """
     found: dict[str, Run] = {}
     for candidate in candidates:
         try:
@@ -221,7 +237,10 @@ def agreeing(candidates: list[Candidate], x: Tensor, residual: Tensor | None, re
             got = run(x, residual)
         except (RuntimeError, MemoryError):  # NotImplementedError is a RuntimeError
             continue
+        if got.dtype != x.dtype:
+            continue
         tolerance = _TOLERANCE_16_BIT.get(x.dtype, _TOLERANCE[candidate.grade])
-        if got.dtype == x.dtype and distance(got, reference) <= tolerance:
+        off = distance(got, reference)
+        if off <= tolerance or (math.isfinite(off) and off * _norm(reference) <= tolerance * spread()):
             found[candidate.name] = run
     return found

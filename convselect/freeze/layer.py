@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from convselect.freeze.folded import evaluated, is_finite, sources_of
 from convselect.freeze.kernel import Kernel, KernelCall, packed_form
 from convselect.freeze.remembered import Key, Remembered
 from convselect.kernels import _library
+from convselect.kernels._contract import Grade
 from convselect.kernels.pool import BY_NAME
 
 _ROUNDS = 15
@@ -29,9 +31,6 @@ _DEADLINE_S = 0.25
 # Measured alone, a call that allocates its result finds the memory of the last one in the caches; between other layers
 # only memory laid out beforehand is there.
 _NEW_MEMORY = 1.1
-# With one row (the layers behind a pooled image) a call takes as long as its weight takes to come from memory. Measured
-# alone, it finds the weight in the caches, so these times say little: kernels read packed weights in one stream.
-_ONE_ROW = 2.0
 
 
 class Search(NamedTuple):
@@ -115,6 +114,12 @@ class FrozenLayer(ABC):
         bias = self.bias_float32 if wide == torch.float32 else self.bias
         y = self._linear(x.to(wide), self.weight.to(wide), bias)
         return self.finish(y, residual if residual is None else residual.to(wide))
+
+    def _spread(self, x: Tensor) -> float:
+        """The norm of the result if the signs of its products were random."""
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        variances = self._linear(x.to(wide).square(), self.weight.to(wide).square(), None)
+        return math.sqrt(max(float(variances.sum(dtype=torch.float64)), 0.0))
 
     def native(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """The result by PyTorch's own operations, for operands of any shape."""
@@ -209,7 +214,7 @@ class FrozenLayer(ABC):
                 continue
             if not kernel.direct_sums and settings.precision == "exact":
                 continue
-            grade = algorithm.error_grade(problem)
+            grade = algorithm.error_grade(problem) if kernel.direct_sums else Grade.CLOSE
             kernel = packed_form(kernel, problem)
             key = None if kernel.pack is None else kernel.pack_key(problem)
             bind = self._kernel_bind(kernel, problem, x, y)
@@ -263,19 +268,26 @@ class FrozenLayer(ABC):
                 self.pin_chosen(candidates[known].pack)
                 return candidates[known], y
         reference = self.reference(x, residual)
+        spread = functools.cache(lambda: self._spread(x))
         runs: dict[str, Run] = {"native": candidates["native"].bind(None, None, None)}
         if known in candidates and known != "native":
-            runs |= agreeing([candidates[known]], x, residual, reference)
+            runs |= agreeing([candidates[known]], x, residual, reference, spread)
         if known in runs:
             chosen = known
         elif measure:
-            others = [candidate for name, candidate in candidates.items() if name != "native"]
-            runs |= agreeing(others, x, residual, reference)
+            tried = [candidate for name, candidate in candidates.items() if name != "native"]
+            runs |= agreeing(tried, x, residual, reference, spread)
             functions = {name: functools.partial(run, x, residual) for name, run in runs.items()}
-            one_row = problem is not None and problem.N * problem.P * problem.Q == 1
-            handicap = _ONE_ROW if one_row else _NEW_MEMORY
-            handicaps = {name: handicap for name in runs if not candidates[name].writes_out}
-            chosen = fastest(functions, _ROUNDS, _DEADLINE_S, handicaps) if len(runs) > 1 else "native"
+            in_place = {name: function for name, function in functions.items() if candidates[name].writes_out}
+            # With one row (layers behind a pooled image) a call takes as long as its weight takes to come from memory.
+            # Measured alone it finds the weight in the caches, and these times say nothing: kernels read packed weights
+            # in one stream, from huge pages.
+            if problem is not None and problem.N * problem.P * problem.Q == 1 and in_place:
+                functions = in_place
+            handicaps = dict.fromkeys(functions.keys() - in_place.keys(), _NEW_MEMORY)
+            chosen, *others = functions
+            if others:
+                chosen = fastest(functions, _ROUNDS, _DEADLINE_S, handicaps)
             if key is not None:
                 remembered.put(key, chosen)
         else:

@@ -291,3 +291,15 @@ def test_pieces_of_rows_and_rows_of_pieces(level):
         got = run(instructions, [x, column, line], empty_like(x))
         want = x.double() * column + line
         torch.testing.assert_close(got.double(), want, rtol=2 * EPS, atol=2 * EPS, msg=f"{rows} x {row}")
+
+
+def test_a_single_instruction_on_channels_of_larger_images():
+    """What has to be laid out beforehand has no room for the long blocks of a single instruction."""
+    x, y = (torch.randn(2, 9, 32, 160).permute(0, 3, 1, 2) for _ in range(2))
+    gate = torch.randn(2, 54, 1, 1)
+    for a, b in ((x[:, :54], y[:, 54:108]), (x[:, 3:57], gate), (x[:, 100:154], x[:, :54])):
+        out = torch.full((2, 54, 9, 32), torch.nan).contiguous(memory_format=torch.channels_last)
+        bound = bind([("mul", (Input(0), Input(1)))], [a, b], out)
+        assert bound is not None
+        assert bound.function(*bound.arguments) == _library.OK
+        assert torch.equal(out, a * b)
