@@ -40,6 +40,7 @@ PROBES = (
     conv_problem(1, 16, 14, 14, 16, 5, 5, padding=2),
     conv_problem(1, 16, 14, 14, 16, 7, 7, padding=3),
     conv_problem(1, 16, 14, 14, 16, 1, 7, padding=(0, 0, 3, 3)),
+    conv_problem(1, 16, 14, 14, 16, 2, 2, stride=2, direction=Direction.BACKWARD_WEIGHT),
 )
 """Small convolutions; every algorithm that has an implementation for a machine does one of them."""
 
