@@ -197,7 +197,9 @@ def test_an_algorithm_that_fails_falls_back(monkeypatch):
             op(*arguments)
 
 
-@pytest.mark.parametrize(("name", "reason"), [("winograd2", "at stride 2"), ("winograd_of_tomorrow", "no such algorithm")])
+@pytest.mark.parametrize(
+    ("name", "reason"), [("winograd2", "at stride 2"), ("winograd_of_tomorrow", "no such algorithm")]
+)
 def test_a_graph_from_elsewhere_may_name_what_does_not_apply(monkeypatch, name, reason):
     """Another machine, or another version, traced it."""
     monkeypatch.setattr(warnings, "_given", set())
