@@ -341,6 +341,7 @@ def tables() -> dict[str, str]:
         "demo": demo_table(demos),
         "networks": networks_table(read(NETWORKS.name)),
         "timm": timm_table({title: read(name) for title, name in TIMM.items()}),
+        "layers": layers_table({"AVX-512": read("layers-avx512-1-thread.json")}),
         "policies": policies_table(read("policies-avx512-1-thread.json")),
         "trials": trials_table(verified),
         "compile": compile_table(read("compile-avx512-1-thread.json")),
