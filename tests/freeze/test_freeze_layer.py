@@ -11,6 +11,7 @@ from torch import nn
 import convselect
 from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS
 from convselect.base.settings import current
+from convselect.freeze import layer
 from convselect.freeze.capture import capture
 from convselect.freeze.program import Program, Registry
 
@@ -37,6 +38,26 @@ def test_one_pixel_has_the_product_in_both_layouts():
         for layout in (CONTIGUOUS, CHANNELS_LAST):
             found = {c.name: c for c in frozen.candidates(x, None, layout, current())}
             assert distance(found["product"].bind(None, None, None)(x), model(x)) < CONV
+
+
+@needs_library
+def test_layers_of_one_row_are_left_to_kernels_with_packed_weights(monkeypatch):
+    """Warm times, in which a call of BLAS may win, say nothing of a weight that comes from memory."""
+    compared = []
+
+    def first(functions, *_):
+        compared.append(set(functions))
+        return next(iter(functions))
+
+    monkeypatch.setattr(layer, "fastest", first)
+    model = randomised(nn.Sequential(nn.Conv2d(24, 40, 1), nn.ReLU()))
+    for size, others in ((1, False), (3, True)):
+        with torch.no_grad():
+            convselect.freeze(model)(torch.randn(1, 24, size, size))
+        convselect.unfreeze(model)
+        assert compared
+        assert all({"direct", "product"} & names and ("native" in names) == others for names in compared)
+        compared.clear()
 
 
 def changes():
