@@ -71,6 +71,8 @@ class FrozenInput:
             algorithm of the pool, or "block" for each layer of an inverted residual block that runs as one call.
         eager_us, frozen_us: medians of the module's forward before and now, in us; None if they were not measured,
             as when the store knew the layout.
+        weights_bytes, intermediates_bytes: what it keeps in memory, the model's own weights not included; intermediates
+            once per concurrent call.
     """
 
     module: str
@@ -79,6 +81,8 @@ class FrozenInput:
     chosen: dict[str, str]
     eager_us: float | None
     frozen_us: float | None
+    weights_bytes: int = 0
+    intermediates_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -141,7 +145,9 @@ class Summary:
             yield from (f"  not fused: {_name(name)}: {why}" for name, why in self.not_fused.items())
         for row in self.inputs:
             times = "" if row.eager_us is None else f", {row.eager_us:.0f} us before, {row.frozen_us:.0f} us now"
-            yield f"{_name(row.module)} for {row.input}: {row.layout or 'as it was'}{times}"
+            kept = [f"{n / 2**20:.1f} MiB" for n in (row.weights_bytes, row.intermediates_bytes)]
+            memory = "" if row.layout is None else f"; keeps {kept[0]} of weights, {kept[1]} between layers"
+            yield f"{_name(row.module)} for {row.input}: {row.layout or 'as it was'}{times}{memory}"
             yield from (f"  {_name(name)}: {candidate}" for name, candidate in row.chosen.items())
         yield from (f"on trial: {choice}" for choice in self.on_trial)
         yield from (f"measured: {choice}" for choice in self.measured)
@@ -224,7 +230,8 @@ def _not_fused(
 def _inputs(name: str, forward: FrozenForward) -> Iterator[FrozenInput]:
     for text, plan in forward.plans():
         chosen = {_join(name, layer): candidate for layer, candidate in plan.chosen.items()}
-        yield FrozenInput(name, text, plan.layout, chosen, plan.eager_us, plan.frozen_us)
+        times, memory = (plan.eager_us, plan.frozen_us), (plan.weights_bytes, plan.laid_out_bytes)
+        yield FrozenInput(name, text, plan.layout, chosen, *times, *memory)
 
 
 def _choices(layers: dict[str, Any]) -> list[LayerChoice]:

@@ -28,7 +28,7 @@ class FrozenConv(FrozenLayer):
         super().__init__(layer)
 
     def problem(self, x: Tensor) -> ConvProblem | None:
-        return problem_of(x, self.weight, self.layer.geometry)
+        return problem_of(x, self.form, self.layer.geometry)
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return torch.conv2d(x, weight, bias, *self.layer.geometry)
@@ -38,7 +38,7 @@ class FrozenConv(FrozenLayer):
         if layout == CHANNELS_LAST and problem is not None and wrong_in_channels_last(problem):
             return [self._native_contiguous()]
         found = [self._native(layout)]
-        if problem is None or x.dtype != self.weight.dtype or problem.dtype == "float64":
+        if problem is None or x.dtype != self.form.dtype or problem.dtype == "float64":
             return found
         problem = problem._replace(layout=layout, weight_layout=CONTIGUOUS)
         if residual is not None and (residual.shape != problem.y_shape or residual.dtype != x.dtype):
@@ -87,11 +87,11 @@ class FrozenConv(FrozenLayer):
         bias, linear = self.bias, F.linear
 
         def bind(*_: Tensor | None) -> Any:
-            weight = self.kept_weight().view(problem.K, -1)
+            weight = self.weight  # itself, not a view of it: see `FrozenLayer.weight`
 
             def run(x: Tensor, residual: Tensor | None = None) -> Tensor:
                 x = x.contiguous(memory_format=torch.channels_last)
-                y = linear(x.permute(0, 2, 3, 1), weight, bias).permute(0, 3, 1, 2)
+                y = linear(x.permute(0, 2, 3, 1), weight.view(problem.K, -1), bias).permute(0, 3, 1, 2)
                 return self.finish(y, residual)
 
             return run

@@ -385,8 +385,7 @@ class FrozenForward:
                 assert self._registry is not None
                 self._registry.keep([plan.program for _, plan in self.plans() if plan.program is not None])
             self._look()
-            if plan.eager_us is not None:
-                _library.give_back()  # measuring held results and packed weights of many candidates
+            _library.give_back()  # planning held results and weights of many layers, and packed ones of many candidates
             return result
 
     def _made_plan(

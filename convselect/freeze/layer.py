@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable
 from typing import Any, NamedTuple
@@ -55,7 +56,8 @@ class FrozenLayer(ABC):
     """A layer with what follows it: activation(layer(x) + residual). Parameters are read, never written.
 
     Attributes:
-        weight: folded, contiguous, the layer's dtype; always the same memory once `kept_weight` was called.
+        form: the folded weight's shape and dtype, as a tensor without memory.
+        first_values: some of its values.
         bias: (K,) in the layer's dtype, or None; `bias_float32` the same in float32.
         finite: whether neither holds NaN or infinity.
         direct_sums: whether the folded weight asks for direct sums.
@@ -69,13 +71,15 @@ class FrozenLayer(ABC):
         self.has_residual = layer.residual
         dtype = layer.weight.meta["val"].dtype
         weight, bias = self._folded()
-        self.weight = weight.to(dtype)
-        self._is_kept = False
+        self._weight: Tensor | None = pages.moved(weight.to(dtype))
+        self._alive: Callable[[], Tensor | None] = weakref.ref(self._weight)
+        self.form = torch.empty(weight.shape, dtype=dtype, device="meta")
         self.bias = None if bias is None else bias.to(dtype)
         # An attribute, since pointers to it are kept: the kernels read float32 whatever the layer's dtype.
         self.bias_float32 = None if bias is None else bias.to(torch.float32)
-        self.finite = is_finite(self.weight, self.bias)
-        self.direct_sums = wants_direct_sums(self.weight)
+        self.finite = is_finite(self._weight, self.bias)
+        self.direct_sums = wants_direct_sums(self._weight)
+        self.first_values = _first_values(self._weight)
         self._packs: dict[Hashable, tuple[list[Any], Callable[[], Any], bool]] = {}
         self._pinned: frozenset[Hashable] = frozenset()
 
@@ -87,6 +91,27 @@ class FrozenLayer(ABC):
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         weight, bias = evaluated(self.layer.weight, self.layer.bias)
         return weight.to(dtype), bias if bias.dtype == dtype else bias.to(wide)
+
+    @property
+    def weight(self) -> Tensor:
+        """The folded weight, contiguous, in the layer's dtype: the same memory for as long as anybody holds it, folded
+        again if nobody does."""
+        found = self._weight if self._weight is not None else self._alive()
+        if found is not None:
+            return found
+        with torch.inference_mode(False), torch.no_grad():
+            return self._keep(self._folded()[0])
+
+    def _keep(self, weight: Tensor) -> Tensor:
+        self._weight = weight = pages.moved(weight.to(self.form.dtype))
+        self._alive = weakref.ref(weight)
+        return weight
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of the weight and what is packed from it, as far as anybody holds it."""
+        held = {id(t): t for t in (self._alive(), *(cell[0] for cell, _, _ in self._packs.values())) if t is not None}
+        return sum(t.numel() * t.element_size() for t in held.values())
 
     def sources(self) -> list[Source]:
         """(dictionary, key) of every tensor that the folded weight and bias come from."""
@@ -136,37 +161,32 @@ class FrozenLayer(ABC):
             ("leaky_relu", [self.slope], "") if self.activation == "leaky_relu" else ONEDNN_ACTIVATIONS[self.activation]
         )
 
-    def kept_weight(self) -> Tensor:
-        """`weight`, for callers that keep a pointer to it. Most layers run on a packed form: moving all weights to huge
-        pages would take a fifth of a second for ResNet-50."""
-        if not self._is_kept:
-            self.weight, self._is_kept = pages.moved(self.weight), True
-        return self.weight
-
     # ---- weights ------------------------------------------------------------------------------------------------
 
     def refold(self) -> bool:
         """Fold and pack again, in place. False if that cannot be: shape or dtype changed, a bias came or went, or the
         weight asks for other algorithms now."""
         weight, bias = self._folded()
-        if weight.dtype != self.weight.dtype or weight.shape != self.weight.shape:
+        if weight.dtype != self.form.dtype or weight.shape != self.form.shape:
             return False
         if (bias is None) != (self.bias is None):
             return False
-        self.weight.copy_(weight)
+        held = self._weight if self._weight is not None else self._alive()
+        weight = self._keep(weight) if held is None else held.copy_(weight)
         if bias is not None:
             assert self.bias is not None
             assert self.bias_float32 is not None
             self.bias.copy_(bias)
             self.bias_float32.copy_(bias)
-        self.finite = is_finite(self.weight, self.bias)
-        if wants_direct_sums(self.weight) and not self.direct_sums:
+        self.finite, self.first_values = is_finite(weight, self.bias), _first_values(weight)
+        if wants_direct_sums(weight) and not self.direct_sums:
             return False
         for cell, make, in_place in self._packs.values():
             if in_place:
                 cell[0].copy_(make())
             else:
                 cell[0] = make()
+        self._drop_unpinned()
         return True
 
     def packed(self, key: Hashable, make: Callable[[], Any], *, in_place: bool = False) -> list[Any]:
@@ -197,7 +217,10 @@ class FrozenLayer(ABC):
         self._drop_unpinned(key)
 
     def _drop_unpinned(self, *chosen: Hashable) -> None:
-        self._packs = {key: pack for key, pack in self._packs.items() if key in self._pinned or key in chosen}
+        needed = {*self._pinned, *chosen}
+        self._packs = {key: pack for key, pack in self._packs.items() if key in needed}
+        if needed and None not in needed:
+            self._weight = None
 
     # ---- the C library ------------------------------------------------------------------------------------------
 
@@ -231,7 +254,7 @@ class FrozenLayer(ABC):
 
         def bind(x: Tensor | None, residual: Tensor | None, out: Tensor | None) -> Run:
             # Packed here, so that a candidate that is never tried costs nothing.
-            weight = self.kept_weight() if kernel.pack is None else self.packed_for(kernel, problem)
+            weight = self.weight if kernel.pack is None else self.packed_for(kernel, problem)
             operands = kernel.leading_ints, (ctypes.c_void_p(weight.data_ptr()),), weight
             call = KernelCall(function, structure, *operands, self, self.native, x_form, y_form, kernel.takes_pitch)
             return call.bind(x, residual, out)
@@ -294,6 +317,10 @@ class FrozenLayer(ABC):
             chosen = "native"
         self.pin_chosen(candidates[chosen].pack)
         return candidates[chosen], runs[chosen](x, residual)
+
+
+def _first_values(weight: Tensor) -> bytes:
+    return weight.flatten()[:16].view(torch.uint8).numpy().tobytes()
 
 
 def _attempted(candidate: Candidate, x: Tensor, residual: Tensor | None) -> Tensor | None:

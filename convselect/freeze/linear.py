@@ -23,8 +23,8 @@ class FrozenLinear(FrozenLayer):
 
     def problem(self, x: Tensor) -> ConvProblem | None:
         """A 1x1 convolution of one image that is one pixel wide; each pixel is a row of x."""
-        K, C = self.weight.shape
-        if x.dim() < 2 or x.shape[-1] != C or x.dtype not in DTYPE_NAMES or x.dtype != self.weight.dtype:
+        K, C = self.form.shape
+        if x.dim() < 2 or x.shape[-1] != C or x.dtype not in DTYPE_NAMES or x.dtype != self.form.dtype:
             return None
         rows = math.prod(x.shape[:-1])
         return ConvProblem(
@@ -38,7 +38,7 @@ class FrozenLinear(FrozenLayer):
     def candidates(self, x: Tensor, residual: Tensor | None, layout: str, settings: Settings) -> list[Candidate]:
         found = [Candidate("native", Grade.DIRECT, lambda *_: self.native)]
         problem = self.problem(x)
-        y_shape = torch.Size((*x.shape[:-1], self.weight.shape[0]))
+        y_shape = torch.Size((*x.shape[:-1], len(self.form)))
         if problem is None or problem.dtype == "float64" or problem.H == 0:
             return found
         if residual is not None and (residual.shape != y_shape or residual.dtype != x.dtype):

@@ -46,12 +46,13 @@ class Plan(Entry):
         packs: keys of the packed weights that it uses.
         distances: of its results from the model's own when it was planned, leaf by leaf.
         tiles: the tile size of each layer, 0 without Winograd.
+        laid_out_bytes: of the memory for intermediates, once per concurrent call.
         eager_us, frozen_us: medians of the whole forward in us when it was planned; None if it was not measured.
     """
 
     __slots__ = (
-        "_make", "_pool", "_restore", "_watch_input", "chosen", "distances", "eager_us", "frozen_us", "layout", "packs",
-        "program", "tiles",
+        "_make", "_pool", "_restore", "_watch_input", "chosen", "distances", "eager_us", "frozen_us", "laid_out_bytes",
+        "layout", "packs", "program", "tiles",
     )  # fmt: skip
 
     def __init__(self, layout: str | None = None) -> None:
@@ -64,10 +65,16 @@ class Plan(Entry):
         self.frozen_us: float | None = None
         self.distances: list[float] = []
         self.tiles: list[int] = []
+        self.laid_out_bytes = 0
         self._make: Callable[[], Callable[..., Any]] | None = None
         self._pool: list[Callable[..., Any]] = []
         self._restore: list[tuple[torch.Size, tuple[int, ...]] | None] | None = None
         self._watch_input = False
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of folded and packed weights that its layers keep now, for other plans too."""
+        return sum(layer.kept_bytes for layer in self.packs)
 
     def run(self, tensors: tuple[Tensor, ...], eager: Callable[[], Any]) -> Any:
         """The model's result, with the strides the model itself gives it.
@@ -203,7 +210,9 @@ def _plan_with_layout(
         plan.packs.setdefault(program.layers[step], set()).add(candidate.pack)
     plan._watch_input = any(candidate.wants_finite for candidate in walk.candidates.values())
     plan._make = lambda: running.compiled(runs, walk)
-    got_leaves, got_spec = pytree.tree_flatten(plan._make()(*tensors))
+    function: Any = plan._make()
+    plan.laid_out_bytes = function.laid_out_bytes
+    got_leaves, got_spec = pytree.tree_flatten(function(*tensors))
     want_leaves, want_spec = pytree.tree_flatten(expected)
     if want_spec != got_spec or not all(map(_same_kind, got_leaves, want_leaves)):
         return None

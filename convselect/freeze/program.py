@@ -133,7 +133,7 @@ class Program:
         """Some values of all folded weights: other ones for another model of the same architecture."""
         found = hashlib.blake2b(digest_size=8)
         for layer in self.layers.values():
-            found.update(layer.weight.flatten()[:16].contiguous().view(torch.uint8).numpy().tobytes())
+            found.update(layer.first_values)
         return found.hexdigest()
 
     def _last_use(self) -> dict[fx.Node, int]:
@@ -187,7 +187,8 @@ class Program:
     # ---- one function -------------------------------------------------------------------------------------------
 
     def compiled(self, candidates: Mapping[Step, Candidate], walk: Walk) -> Callable[..., Any]:
-        """The steps as one Python function that owns its intermediates: not for two calls at a time."""
+        """The steps as one Python function that owns its intermediates: not for two calls at a time. Its attribute
+        `laid_out_bytes` says how much memory it keeps for them."""
         binding = _Binding(self, candidates, walk)
         functions, fixed = binding.functions, binding.fixed
         together = joined([functions.get(step) for step in self.steps if step in functions])
@@ -232,6 +233,7 @@ class Program:
             scope["put_together"], scope["spec"] = pytree.tree_unflatten, self.captured.spec
             lines.append(f"    return put_together([{', '.join(leaves)}], spec)")
         exec("\n".join(lines), scope)
+        scope["run"].laid_out_bytes = binding.n_bytes
         return scope["run"]  # type: ignore[no-any-return]
 
 
@@ -242,12 +244,14 @@ class _Binding:
     Attributes:
         fixed: value -> memory that is the same at every call.
         functions: what steps call; those without one have nothing to do.
+        n_bytes: of all memory laid out.
     """
 
     def __init__(self, program: Program, candidates: Mapping[Step, Candidate], walk: Walk) -> None:
         self._program, self._candidates, self._walk = program, candidates, walk
         self.fixed: dict[fx.Node, Tensor] = {}
         self.functions: dict[Step, Callable[..., Any]] = {}
+        self.n_bytes = 0
         self._free: list[Tensor] = []
         self._taken: dict[fx.Node, Tensor] = {}
         self._last: dict[fx.Node, int] = {}
@@ -327,7 +331,11 @@ class _Binding:
 
     def _block(self, node: fx.Node, n_bytes: int) -> Tensor:
         fitting = [block for block in self._free if block.numel() >= n_bytes]
-        block = min(fitting, key=Tensor.numel) if fitting else _block(n_bytes)
+        if fitting:
+            block = min(fitting, key=Tensor.numel)
+        else:
+            block = _block(n_bytes)
+            self.n_bytes += block.numel()
         self._free = [other for other in self._free if other is not block]
         self._taken[node] = block
         return block

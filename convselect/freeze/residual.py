@@ -78,7 +78,7 @@ def blocks(
 def _is(layer: FrozenLayer | None, *, depthwise: bool) -> bool:
     if not isinstance(layer, FrozenConv) or layer.activation not in _library.ACTIVATIONS:
         return False
-    K, C, R, S = layer.weight.shape
+    K, C, R, S = layer.form.shape
     if depthwise:
         return layer.groups == K > 1 and C == 1
     return layer.groups == 1 and (R, S) == (1, 1)

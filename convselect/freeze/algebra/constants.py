@@ -10,7 +10,7 @@ import functools
 import hashlib
 import operator
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -51,16 +51,32 @@ def is_constant(node: Node) -> bool:
 
 def constant_nodes(graph: fx.Graph) -> set[Node]:
     """All nodes of a graph for which `is_constant` holds, but for what the graph itself writes to."""
-    written = {source for node in graph.nodes if is_mutation(node) for source in node.all_input_nodes}
+    # Of the hundreds of nodes, looked at by every rule, few differ in their operators.
+    nodes = [(node, _traits(node.target) if node.op == "call_function" else None) for node in graph.nodes]
+    written = {
+        source
+        for node, traits in nodes
+        if traits is not None and traits.may_write and is_mutation(node)
+        for source in node.all_input_nodes
+    }
     found: set[Node] = set()
-    for node in graph.nodes:
-        if node.op == "get_attr":
-            if node not in written:
+    for node, traits in nodes:
+        if traits is None:
+            if node.op == "get_attr" and node not in written:
                 found.add(node)
-        # The operator last: it takes longest to look at.
-        elif all(source in found for source in node.all_input_nodes) and _is_repeatable(node):
+        elif traits.may_repeat and found.issuperset(node.all_input_nodes) and _is_repeatable(node):
             found.add(node)
     return found
+
+
+class _Traits(NamedTuple):
+    may_write: bool
+    may_repeat: bool
+
+
+@functools.cache
+def _traits(target: Any) -> _Traits:
+    return _Traits(target in _NORMS or _writes(target), gives_the_same(target))
 
 
 def is_mutation(node: Node) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable
 
@@ -62,10 +63,12 @@ def rewrite(graph: fx.Graph) -> dict[str, int]:
     counts: Counter[str] = Counter()
     counts["views_in_place"] = spelling.views_in_place(graph)
     if not any(is_mutation(node) for node in graph.nodes):
-        for _ in range(_ROUNDS):
-            applied = {rule.__name__: rule(graph) for rule in RULES}
-            counts.update(applied)
-            if not any(applied.values()):
+        without = 0  # rules in a row that did not apply
+        for rule in itertools.islice(itertools.cycle(RULES), _ROUNDS * len(RULES)):
+            applied = rule(graph)
+            counts[rule.__name__] += applied
+            without = 0 if applied else without + 1
+            if without == len(RULES):
                 break
     graph.lint()
     return {name: count for name, count in counts.items() if count}
