@@ -95,6 +95,28 @@ def kernel_class(problem: ConvProblem) -> str:
     return "other"
 
 
+SPECIAL_KINDS = ("dilated", "patches", "thin", "one row", "strided", "1x1 strided", "plain")
+
+
+def special_kind(problem: ConvProblem) -> str:
+    """The one of `SPECIAL_KINDS` under which a problem is reported: the first that it is. Thin: at most eight channels
+    in or out. One row: 1xN and Nx1. Depthwise convolutions are plain, if they are not dilated."""
+    p = problem
+    if (p.dil_h > 1 and p.R > 1) or (p.dil_w > 1 and p.S > 1):
+        return "dilated"
+    if p.is_depthwise:
+        return "plain"
+    if p.is_patch and min(p.R, p.S) > 1:
+        return "patches"
+    if min(p.C, p.K) <= 8 and p.groups == 1:
+        return "thin"
+    if (p.R == 1) != (p.S == 1):
+        return "one row"
+    if p.stride != (1, 1):
+        return "1x1 strided" if p.R == p.S == 1 else "strided"
+    return "plain"
+
+
 # ---- files ------------------------------------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from convselect.kernels._contract import GRADE_OF_PRECISION
 from convselect.kernels.pool import BY_NAME
-from convselect.measure.rows import Row, kernel_class
+from convselect.measure.rows import Row, kernel_class, special_kind
 from convselect.model.dataset import Table, family_of, folds
 
 MARGINS = (0.15, 0.2, 0.25, 0.3, 0.4)
@@ -143,6 +143,7 @@ def by_group(table: Table) -> dict[str, list[str]]:
     return {
         "by_direction": [str(p.direction) for p in table.problems],
         "by_kernel_class": [kernel_class(p) for p in table.problems],
+        "by_kind": [f"{p.direction} {special_kind(p)}" for p in table.problems],
         "by_dtype": [p.dtype for p in table.problems],
         # Random layers have no relatives in other folds, and are easier or harder than those of networks.
         "by_source": [source_of(m) for m in table.models],

@@ -139,7 +139,7 @@ def _lines(judged: dict[str, Any]) -> list[list[str]]:
         for part in ("without_margin", "best_of_2", "best_of_3"):
             if part in found:
                 lines.append(ev.summary(f"  {part.replace('_', ' ')}", found[part]))
-        for title in ("by_source", "by_direction", "by_kernel_class", "by_dtype", "by_threads"):
+        for title in ("by_source", "by_direction", "by_kernel_class", "by_kind", "by_dtype", "by_threads"):
             if len(judged) == 1 and len(found[title]) > 1:
                 lines += [ev.summary(f"  {group}", f) for group, f in found[title].items()]
     return lines

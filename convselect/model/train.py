@@ -325,6 +325,6 @@ def report(card: Card) -> list[list[str]]:
     held_out = card.figures["held_out"]
     lines = [summary("overall", held_out["overall"])]
     lines += [summary(name.replace("_", " "), held_out[name]) for name in ("without_margin", "best_of_2", "best_of_3")]
-    for title in ("by_source", "by_direction", "by_kernel_class", "by_dtype", "by_threads"):
-        lines += [summary(name, found) for name, found in held_out[title].items()]
+    for title in ("by_source", "by_direction", "by_kernel_class", "by_kind", "by_dtype", "by_threads"):
+        lines += [summary(name, found) for name, found in held_out.get(title, {}).items()]  # older ones lack some
     return lines

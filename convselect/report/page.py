@@ -31,8 +31,8 @@ MOST_BARS = 24
 """Most lines of a chart of layers; the tables have all layers."""
 THIN = "\u202f"  # a narrow space that does not break, between number and unit
 GROUPS = {
-    "by_kernel_class": "class of layer", "by_direction": "direction", "by_source": "source", "by_dtype": "element type",
-    "by_threads": "threads",
+    "by_kernel_class": "class of layer", "by_kind": "direction and kind", "by_direction": "direction",
+    "by_source": "source", "by_dtype": "element type", "by_threads": "threads",
 }  # fmt: skip
 
 ORDERS = {"by_kernel_class": KERNEL_CLASSES, "by_direction": tuple(DIRECTIONS)}
