@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from convselect.base.problem import ConvProblem
 from convselect.freeze import pages
+from convselect.freeze.arena import Wanted, laid_out
 from convselect.freeze.candidates import Candidate, Form, Run
 from convselect.freeze.capture import Captured
 from convselect.freeze.chains import Layer, Step, is_mask, meta_of, steps_of
@@ -238,8 +239,8 @@ class Program:
 
 
 class _Binding:
-    """What each step calls, and the memory that is laid out for values: best fit in the order of the steps, shared by
-    values that are never alive together. Parts of concatenations lie in them (see `joining`).
+    """What each step calls, and the memory that is laid out for values, shared by those that are never alive together
+    (see `arena`). Parts of concatenations lie in them (see `joining`).
 
     Attributes:
         fixed: value -> memory that is the same at every call.
@@ -251,21 +252,16 @@ class _Binding:
         self._program, self._candidates, self._walk = program, candidates, walk
         self.fixed: dict[fx.Node, Tensor] = {}
         self.functions: dict[Step, Callable[..., Any]] = {}
-        self.n_bytes = 0
-        self._free: list[Tensor] = []
-        self._taken: dict[fx.Node, Tensor] = {}
         self._last: dict[fx.Node, int] = {}
         self._joining = Joining(program.steps, program.result_nodes, candidates, walk)
         for node, i in program.last_use.items():
             base = self._base(node)
             self._last[base] = max(i, self._last.get(base, -1))
         self._returned = {self._base(node) for node in program.result_nodes}
-        for i, step in enumerate(program.steps):
+        self._starts, self.n_bytes = laid_out(self._wanted())
+        self._block = pages.empty(self.n_bytes)
+        for step in program.steps:
             self._bind(step)
-            for node in {*nodes_in((step.args, step.kwargs)), step.out}:
-                base = self._base(node)
-                if base in self._taken and self._last.get(base, i) <= i:
-                    self._free.append(self._taken.pop(base))
 
     def is_overwritten(self, leaf: Any) -> bool:
         """Whether this part of the result lies in memory that the next call writes to."""
@@ -276,6 +272,23 @@ class _Binding:
             node = self._walk.base[node]
         place = self._joining.places.get(node)
         return node if place is None else place.root
+
+    def _wanted(self) -> dict[fx.Node, Wanted]:
+        """What memory is laid out for: values, and concatenations that they are parts of."""
+        wanted: dict[fx.Node, Wanted] = {}
+        for i, step in enumerate(self._program.steps):
+            base = self._base(step.out)
+            if self._has_memory(step) and base not in wanted:
+                joined = step.out in self._joining.places
+                n_bytes = self._joining.n_bytes(base) if joined else self._walk.forms[base].n_bytes
+                wanted[base] = Wanted(n_bytes, i, max(i, self._last.get(base, i)))
+        return wanted
+
+    def _has_memory(self, step: Step) -> bool:
+        """Whether the step writes to memory that is laid out for its result."""
+        if step in self._candidates:
+            return self._candidates[step].writes_out and self._base(step.out) not in self._returned
+        return step.out not in self._program.constants and step in self._walk.makers
 
     def _bind(self, step: Step) -> None:
         fixed, function = self.fixed, self._program.function
@@ -308,7 +321,7 @@ class _Binding:
         forth, back = permutations(step)
         fixed_x, fixed_residual = self.fixed.get(x), self.fixed.get(residual)  # type: ignore[arg-type]
         out = None
-        if candidate.writes_out and self._base(step.out) not in self._returned:
+        if self._has_memory(step):
             out = self._memory(step.out)
         given = None if fixed_residual is None else back(fixed_residual)
         run: Run = candidate.bind(fixed_x, given, None if out is None else back(out))
@@ -321,24 +334,11 @@ class _Binding:
 
     def _memory(self, node: fx.Node) -> Tensor:
         """Memory for this value until its last use, that of views included."""
-        form, place = self._walk.forms[node], self._joining.places.get(node)
-        if place is None:
-            n_bytes = form.n_bytes
-            return self._block(node, n_bytes)[:n_bytes].view(form.dtype).as_strided(form.shape, form.strides)
-        if place.root not in self._taken:
-            self._block(place.root, self._joining.n_bytes(place.root))
-        return self._joining.memory(node, self._taken[place.root])
-
-    def _block(self, node: fx.Node, n_bytes: int) -> Tensor:
-        fitting = [block for block in self._free if block.numel() >= n_bytes]
-        if fitting:
-            block = min(fitting, key=Tensor.numel)
-        else:
-            block = _block(n_bytes)
-            self.n_bytes += block.numel()
-        self._free = [other for other in self._free if other is not block]
-        self._taken[node] = block
-        return block
+        form = self._walk.forms[node]
+        memory = self._block[self._starts[self._base(node)] :]
+        if node in self._joining.places:
+            return self._joining.memory(node, memory)
+        return memory[: form.n_bytes].view(form.dtype).as_strided(form.shape, form.strides)
 
 
 def _flat(step: Step, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -351,10 +351,6 @@ def _flat(step: Step, function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args, **kwargs)
 
     return run
-
-
-def _block(n_bytes: int) -> Tensor:
-    return pages.empty(-(-n_bytes // 64) * 64)
 
 
 def _with_captured_strides(step: Step) -> Callable[..., Any]:

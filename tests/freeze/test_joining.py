@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -58,17 +59,29 @@ class _Noted(joining.Joining):
 @pytest.fixture(autouse=True)
 def _noted(monkeypatch):
     monkeypatch.setattr(program, "Joining", _Noted)
-    monkeypatch.setattr(program, "_block", guarded)
+    monkeypatch.setattr(program, "laid_out", apart)
+    monkeypatch.setattr(program, "pages", SimpleNamespace(empty=guarded))
+
+
+def apart(wanted):
+    """Each value on pages of its own, with its end at the end of the last, and one page more."""
+    starts, size = {}, 0
+    for value, (n_bytes, _, _) in wanted.items():
+        size += -(-n_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        starts[value] = size - -(-n_bytes // 64) * 64
+        size += mmap.PAGESIZE
+    guarded.ends = [start + -(-wanted[value].n_bytes // 64) * 64 for value, start in starts.items()]
+    return starts, size
 
 
 def guarded(n_bytes):
-    """Memory that ends where nothing may be read, full of NaN: whatever is read before it is written shows."""
-    size = -(-n_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    memory = mmap.mmap(-1, size + mmap.PAGESIZE)
-    end = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + size
-    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(end), ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
-    block = torch.frombuffer(memory, dtype=torch.uint8)[size - n_bytes : size]
+    """Memory full of NaN: whatever is read before it is written shows. Behind each value nothing may be read."""
+    memory = mmap.mmap(-1, max(n_bytes, mmap.PAGESIZE))
+    block = torch.frombuffer(memory, dtype=torch.uint8)
     block.view(torch.float32).fill_(float("nan"))
+    for end in guarded.ends:
+        page = ctypes.c_void_p(block.data_ptr() + end)
+        assert ctypes.CDLL(None).mprotect(page, ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
     return block
 
 
