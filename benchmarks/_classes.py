@@ -7,7 +7,9 @@ written by
     python -m benchmarks._classes
 
 and is not changed, so that figures of different days are for the same problems; `--layers` of `benchmarks.run` reads
-another list. Each layer is listed at batch 1 and 8, if one native call takes at most about 0.5 s.
+another list. Classes that came later (`LATER`) have layers of libraries' own tests too, and 3x3 layers of timm's models
+with a dilation, as far as `results/times-cpu-x86-avx512-c.csv.gz` has them. Each layer is listed at batch 1 and 8, if
+one native call takes at most about 0.5 s.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from convselect.model.sampling import read_layers
 
 PROBLEMS = Path(__file__).parent / "problems.csv"
 TIMES = Path(__file__).parent / "results" / "times-cpu-x86-avx512.csv.gz"
+LATER_TIMES = TIMES.with_name("times-cpu-x86-avx512-c.csv.gz")
 COLUMNS = (
     "model", "N", "C", "H", "W", "K", "R", "S",
     "stride_h", "stride_w", "pad_h", "pad_w", "dil_h", "dil_w", "groups",
@@ -97,14 +100,39 @@ CLASSES = (
         _targets(None, None, None), 20e9,
     ),
     KernelClass(
+        "strided", "3x3, 5x5, 7x7, stride 2, C and K >= 32",
+        lambda p: _dense(p) and p.R == p.S and p.R in (3, 5, 7) and p.stride == (2, 2) and min(p.C, p.K) >= 32,
+        _targets(1.25, 1.5, 1.6), 20e9,
+    ),
+    KernelClass(
         "stem", "stems: C = 3, kernels below 9x9", lambda p: _dense(p) and p.C == 3 and max(p.R, p.S) < 9,
-        _targets(None, None, None), 8e9,
+        _targets(1.15, None, 2.0), 8e9,
+    ),
+    KernelClass(
+        "dilated", "dilated 3x3, stride 1, C and K >= 32",
+        lambda p: p.groups == 1 and p.R == p.S == 3 and p.stride == (1, 1) and min(p.dilation) > 1
+        and min(p.C, p.K) >= 32, _targets(2.2, 2.2, 2.5), 12e9,
+    ),
+    KernelClass(
+        "patches", "patches: kernel = stride, 2x2 and up, no padding",
+        lambda p: p.groups == 1 and p.is_patch and min(p.R, p.S) > 1, _targets(1.2, 2.0, 2.0), 12e9,
+    ),
+    KernelClass(
+        "thin", "C or K <= 8, no stems, 1x1 or patches",
+        lambda p: _dense(p) and min(p.C, p.K) <= 8 and p.C != 3 and max(p.R, p.S) > 1 and not p.is_patch,
+        _targets(1.5, 1.5, 1.5), 4e9,
+    ),
+    KernelClass(
+        "one-row", "1xN and Nx1 of 15 and more, depthwise or of one channel",
+        lambda p: min(p.R, p.S) == 1 and max(p.R, p.S) >= 15 and p.dilation == p.stride == (1, 1)
+        and (p.is_depthwise or p.C == p.K == 1), _targets(5.0, 5.0, 5.0), 1e9,
     ),
     KernelClass(
         "16-bit", "bfloat16 and float16, all of the above", lambda _: True, _targets(15, 15, 15), 1e9,
         ("bfloat16", "float16"),
     ),
 )  # fmt: skip
+LATER = ("strided", "dilated", "patches", "thin", "one-row")
 BY_NAME = {kernel_class.name: kernel_class for kernel_class in CLASSES}
 
 # (C, image side, kernel side, groups): layers like those of RepLKNet and SLaK, and of restoration networks from 9x9 on.
@@ -166,8 +194,14 @@ def measured_layers(path: str | Path = TIMES) -> dict[ConvProblem, str]:
     return layers
 
 
-def select(layers: dict[ConvProblem, str], per_class: int = LAYERS_PER_CLASS) -> list[tuple[str, ConvProblem]]:
-    """(model, problem) of up to `per_class` problems of each class, at both batches if the class's cap allows."""
+def select(
+    layers: dict[ConvProblem, str], later: dict[ConvProblem, str] | None = None, per_class: int = LAYERS_PER_CLASS
+) -> list[tuple[str, ConvProblem]]:
+    """(model, problem) of up to `per_class` problems of each class, at both batches if the class's cap allows.
+
+    Args:
+        later: the layers for `LATER`; default: the same.
+    """
     layers = dict(layers)
     for C, side, kernel, groups in LARGE:
         problem = conv_problem(1, C, side, side, C, kernel, kernel, padding=kernel // 2, groups=groups)
@@ -176,10 +210,11 @@ def select(layers: dict[ConvProblem, str], per_class: int = LAYERS_PER_CLASS) ->
     for kernel_class in CLASSES:
         if kernel_class.dtypes:
             continue
-        batches = [layer._replace(N=N) for layer in layers for N in BATCHES]
+        source = later if later is not None and kernel_class.name in LATER else layers
+        batches = [layer._replace(N=N) for layer in source for N in BATCHES]
         members = [p for p in batches if kernel_class.holds(p) and p.flops <= kernel_class.flops_cap]
         for problem in spread(members, per_class):
-            chosen[problem] = layers[problem._replace(N=1)]
+            chosen.setdefault(problem, source[problem._replace(N=1)])
     return [(model, problem) for problem, model in chosen.items()]
 
 
@@ -193,4 +228,4 @@ def write_problems(selected: Sequence[tuple[str, ConvProblem]], path: str | Path
 
 
 if __name__ == "__main__":
-    write_problems(select(measured_layers()))
+    write_problems(select(measured_layers(), measured_layers(LATER_TIMES)))

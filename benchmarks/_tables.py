@@ -31,6 +31,8 @@ GROUPS = {
     "depthwise": "depthwise",
     "grouped": "grouped",
     "direct": "direct",
+    "patches": "patches, thin",
+    "thin": "patches, thin",
 }
 CLASSES = {
     "1x1": "1x1",

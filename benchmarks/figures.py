@@ -19,7 +19,7 @@ from benchmarks._tables import CLASSES, DIRECTIONS, GROUPS, KERNELS, NETWORKS, T
 from convselect.measure.rows import read_rows
 
 FIGURES = Path(__file__).parents[1] / "docs" / "figures"
-INK = ("#9aa5b1", "#c3cbd4", "#e3b23c", "#8f6c4e", "#2a7de1", "#7b4fc9", "#1f9e77", "#d1495b", "#f08a4b")
+INK = ("#9aa5b1", "#c3cbd4", "#e3b23c", "#8f6c4e", "#2a7de1", "#7b4fc9", "#1f9e77", "#d1495b", "#59c2c9", "#f08a4b")
 WIDTH = 7.2  # inches
 
 
@@ -65,7 +65,7 @@ def draw_classes(kernels: Mapping[str, Any], path: Path) -> None:
     for row in kernels["rows"]:
         by_class[row["class"]][row["direction"]] = row["layouts"]["contiguous"]["chosen"]
     figure, axes = _axes(4.6)
-    for i, (direction, colour) in enumerate(zip(DIRECTIONS, (INK[4], INK[6], INK[8]), strict=True)):
+    for i, (direction, colour) in enumerate(zip(DIRECTIONS, (INK[4], INK[6], INK[9]), strict=True)):
         values = [of[direction] for of in by_class.values()]
         places = [j + (i - 1) * 0.26 for j in range(len(by_class))]
         bars = axes.barh(

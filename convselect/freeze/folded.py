@@ -28,7 +28,8 @@ def sources_of(*nodes: fx.Node | None) -> list[Source]:
 def is_finite(*tensors: Tensor | None) -> bool:
     """By sums; one that overflows merely costs speed."""
     floats = (t for t in tensors if t is not None and t.is_floating_point())
-    return all(math.isfinite(t.sum(dtype=torch.float64).item()) for t in floats)
+    # In the type that it has, which is several times as fast as in a wider one.
+    return all(math.isfinite(t.sum(dtype=torch.float32 if t.itemsize == 2 else None).item()) for t in floats)
 
 
 class FrozenConstant:
