@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction
+from convselect.base.warnings import warn_once
 
 ABI = 8
 TUNE_SLOTS = 8
@@ -76,21 +77,31 @@ class Block(ctypes.Structure):
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The loaded library; None if there is none, it is switched off, or it belongs to another version of the package.
+    """The loaded library; None if there is none, it is switched off, or, with a warning, it cannot be loaded or belongs
+    to another version of the package.
 
     `CONVSELECT_LIBRARY` names another build of it, for example one with sanitizers.
     """
     if os.environ.get("CONVSELECT_NO_NATIVE", "").strip() not in ("", "0"):
         return None
     named = os.environ.get("CONVSELECT_LIBRARY")
+    path = named or os.path.join(os.path.dirname(__file__), "_csrc.so")
+    if not named and not os.path.exists(path):
+        return None  # not built, as where there is no compiler
     try:
-        loaded = ctypes.CDLL(named or os.path.join(os.path.dirname(__file__), "_csrc.so"))
-        if loaded.cs_abi() != ABI:
-            return None
-        loaded.cs_scratch_bytes.restype = ctypes.c_int64
-        return loaded
-    except (OSError, AttributeError):
-        return None
+        loaded = ctypes.CDLL(path)
+        if loaded.cs_abi() == ABI:
+            loaded.cs_scratch_bytes.restype = ctypes.c_int64
+            return loaded
+        reason = f"{path} is of another version"
+    except (OSError, AttributeError) as error:
+        reason = str(error)
+    warn_once(
+        "library",
+        f"convselect: the C kernels are not used: {reason}. Results are the same, and slower; `convselect doctor` says "
+        "what to do.",
+    )
+    return None
 
 
 def available() -> bool:

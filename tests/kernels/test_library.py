@@ -19,7 +19,9 @@ from places import TESTS
 from problems import PROBLEMS, operands_of, random_operands, relative_error
 from tolerances import FORWARD, WEIGHT_GRADIENT_FACTOR
 
+from convselect.base import warnings as warnings_of
 from convselect.base.problem import Direction, conv_problem, layout_of
+from convselect.base.warnings import ConvselectWarning
 from convselect.freeze import attention, pointwise, reduce
 from convselect.kernels import _library, _spot_check
 from convselect.kernels.pool import ALL
@@ -83,27 +85,44 @@ def check(got: torch.Tensor, name: str, before: tuple[int, ...], p, operands) ->
 
 
 @pytest.mark.parametrize(
-    ("environment", "available"),
+    ("environment", "available", "warns"),
     [
-        ({"CONVSELECT_NO_NATIVE": "1"}, False),
-        ({"CONVSELECT_NO_NATIVE": "0"}, True),
-        ({"CONVSELECT_LIBRARY": "/nowhere/library.so"}, False),
-        ({"CONVSELECT_LIBRARY": __file__}, False),  # not a library
-        ({"CONVSELECT_LIBRARY": ctypes.util.find_library("c") or "libc.so.6"}, False),  # somebody else's
-        ({"CONVSELECT_LIBRARY": ""}, True),
+        ({"CONVSELECT_NO_NATIVE": "1"}, False, 0),
+        ({"CONVSELECT_NO_NATIVE": "0"}, True, 0),
+        ({"CONVSELECT_LIBRARY": "/nowhere/library.so"}, False, 1),
+        ({"CONVSELECT_LIBRARY": __file__}, False, 1),  # not a library
+        ({"CONVSELECT_LIBRARY": ctypes.util.find_library("c") or "libc.so.6"}, False, 1),  # somebody else's
+        ({"CONVSELECT_LIBRARY": ""}, True, 0),
     ],
 )
 @needs_library
-def test_what_is_loaded(environment, available):
-    code = "from convselect.kernels import _library; print(_library.available())"
-    assert python(code, **environment).strip() == str(available)
+def test_what_is_loaded(environment, available, warns):
+    code = (
+        "import warnings; from convselect.kernels import _library\n"
+        "with warnings.catch_warnings(record=True) as given: print(_library.available(), len(given))"
+    )
+    assert python(code, **environment).split() == [str(available), str(warns)]
 
 
-def test_a_library_of_another_version_is_not_used(monkeypatch):
+@needs_library
+def test_a_library_of_another_version_is_not_used_and_said_so(monkeypatch):
     _library.library.cache_clear()
     monkeypatch.setattr(_library, "ABI", _library.ABI + 1)
+    monkeypatch.setattr(warnings_of, "_given", set())
+    try:
+        with pytest.warns(ConvselectWarning, match="of another version"):
+            assert not _library.available()
+    finally:
+        _library.library.cache_clear()
+
+
+def test_a_library_that_was_not_built_is_no_news(monkeypatch, recwarn):
+    _library.library.cache_clear()
+    monkeypatch.delenv("CONVSELECT_LIBRARY", raising=False)
+    monkeypatch.setattr(_library.os.path, "exists", lambda path: False)
     try:
         assert not _library.available()
+        assert not recwarn
     finally:
         _library.library.cache_clear()
 
