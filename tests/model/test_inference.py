@@ -144,10 +144,11 @@ def test_artifacts_without_that_record_are_older_than_what_algorithms_learnt_sin
 def test_shipped_artifacts_rank_only_what_they_had_times_of(path):
     """Whatever an algorithm applies to by now: `benchmarks/results` has their times."""
     predictor = Predictor.load(path)
+    knows = predictor.card.timed is not None  # those without the C kernels are older
     for problem, of in ((DILATED, "dilated"), (STRIDED, "strided")):
         for direction in ("forward", "backward_data", "backward_weight"):
             ranked = predictor.predict(problem.with_direction(direction)).ranked
-            assert not [name for name in ranked if name.startswith("winograd")]
+            assert any(name.startswith("winograd") for name in ranked) == knows
             assert ("fft" in ranked) == (of == "dilated")
             assert "im2col_gemm" in ranked
 
