@@ -1,4 +1,4 @@
-"""`convert(model)`: every `nn.Conv2d` chooses its algorithms from now on, in place; `revert` undoes it."""
+"""`convert(model)`: every convolution chooses its algorithms from now on, in place; `revert` undoes it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from typing import TypeVar
 
 from torch import nn
 
-from convselect.layer import SelectedConv2d, check_module, check_policy, mark, unmark, why_not_converted
+from convselect.layer import SELECTED, check_module, check_policy, mark, unmark, why_not_converted
 
 M = TypeVar("M", bound=nn.Module)
 
 
 def convert(model: M, *, policy: str | None = None, where: Callable[[str, nn.Module], bool] | None = None) -> M:
-    """Make every `nn.Conv2d` of `model` choose its algorithms. In place: each layer gets a mark and an attribute
-    `policy`, and nothing else changes. Its type is still `nn.Conv2d`, so that tools which ask for it find it, and
+    """Make every `nn.Conv2d`, `nn.Conv1d`, `nn.ConvTranspose2d` and `nn.ConvTranspose1d` of `model` choose its
+    algorithms. In place: each layer gets a mark and an attribute `policy`, and nothing else changes. Its type is still
+    `nn.Conv2d`, or whichever it was, so that tools which ask for it find it, and
     parameters, buffers, hooks, names, references, parametrizations and optimizers remain valid. Copies, replicas and
     pickles are converted too; a pickle names no class of this package, so a process that has not imported it loads
     plain layers.
@@ -23,7 +24,7 @@ def convert(model: M, *, policy: str | None = None, where: Callable[[str, nn.Mod
     re-parametrisation for deployment). It leaves converted ones as they are.
 
     Not converted: subclasses, which may have a forward of their own; lazy layers that have no weight yet; quantised
-    layers; transposed, 1-D and 3-D convolutions. `convselect.summary(model)` lists them with the reasons.
+    layers; 3-D convolutions. `convselect.summary(model)` lists them with the reasons.
 
     Args:
         model: any module, a single convolution included.
@@ -42,13 +43,12 @@ def convert(model: M, *, policy: str | None = None, where: Callable[[str, nn.Mod
         check_policy(policy)
     for name, module in model.named_modules():
         if why_not_converted(module) is None and (where is None or where(name, module)):
-            assert isinstance(module, nn.Conv2d)
             mark(module, policy)
     return model
 
 
 def revert(model: M) -> M:
-    """Undo `convert`, and make every `SelectedConv2d` a plain `nn.Conv2d`. Subclasses of `SelectedConv2d` stay.
+    """Undo `convert`, and make every `SelectedConv2d` a plain `nn.Conv2d`, and so on. Subclasses of these stay.
 
     Returns:
         `model` itself.
@@ -59,17 +59,18 @@ def revert(model: M) -> M:
     check_module(model, "revert")
     for module in model.modules():
         unmark(module)
-        if isinstance(module, SelectedConv2d) and (plain := _plain_class(type(module))) is not None:
+        if (plain := _plain_class(type(module))) is not None:
             module.__dict__.pop("policy", None)
             module.__class__ = plain
     return model
 
 
 def _plain_class(kind: type) -> type | None:
-    if kind is SelectedConv2d:
-        return nn.Conv2d
-    if kind.__bases__ == (SelectedConv2d,) and kind.__name__ == "ParametrizedSelectedConv2d":
-        # A parametrized layer's class has the properties of its parametrizations: the same class on the other base.
-        members = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
-        return type("ParametrizedConv2d", (nn.Conv2d,), members)
+    for plain, selected in SELECTED.items():
+        if kind is selected:
+            return plain  # type: ignore[no-any-return]
+        if kind.__bases__ == (selected,) and kind.__name__ == f"Parametrized{selected.__name__}":
+            # A parametrized layer's class has the properties of its parametrizations: the same class on the other base.
+            members = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
+            return type(f"Parametrized{plain.__name__}", (plain,), members)
     return None

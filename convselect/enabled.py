@@ -1,8 +1,8 @@
 """`with convselect.enabled():` for code that calls `F.conv2d` itself and has no layer to convert.
 
 It is a torch-function mode, so nothing outside is affected: it sees every torch function that its thread calls inside,
-sends `torch.conv2d` (the function behind `F.conv2d`) to `convselect.conv2d`, and passes on all others, which costs
-about 1 us each.
+sends `torch.conv2d` (the function behind `F.conv2d`) to `convselect.conv2d`, `torch.conv1d` and the transposed ones
+likewise, and passes on all others, which costs about 1 us each.
 """
 
 from __future__ import annotations
@@ -16,15 +16,20 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 
 from convselect.base import settings
-from convselect.functional import conv2d
+from convselect.functional import conv1d, conv2d, conv_transpose1d, conv_transpose2d
 
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+_torch_conv1d: Any = torch.conv1d
 _torch_conv2d: Any = torch.conv2d
+_torch_conv_transpose1d: Any = torch.conv_transpose1d
+_torch_conv_transpose2d: Any = torch.conv_transpose2d
 _NAMES = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+_TRANSPOSED_NAMES = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
 
 
 class enabled(ContextDecorator, TorchFunctionMode):
-    """Within this context every `F.conv2d` / `torch.conv2d` call of this thread is a `convselect.conv2d` call.
+    """Within this context every `F.conv2d` / `torch.conv2d` call of this thread is a `convselect.conv2d` call; the same
+    holds for `conv1d`, `conv_transpose1d` and `conv_transpose2d`.
 
     Calls that a converted layer leaves to PyTorch (tensor subclasses, integers, tracers, invalid arguments) are left to
     it here as well. Plain `nn.Conv2d` layers choose too; converted ones keep their own policy. Nests; works as a
@@ -65,7 +70,20 @@ class enabled(ContextDecorator, TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if kwargs is None:
             kwargs = {}
-        if func is not _torch_conv2d or not _complete(args, kwargs):
+        choosing: Any
+        names: tuple[str, ...]
+        # Comparisons, which dynamo traces.
+        if func is _torch_conv2d:
+            choosing, names = conv2d, _NAMES
+        elif func is _torch_conv1d:
+            choosing, names = conv1d, _NAMES
+        elif func is _torch_conv_transpose2d:
+            choosing, names = conv_transpose2d, _TRANSPOSED_NAMES
+        elif func is _torch_conv_transpose1d:
+            choosing, names = conv_transpose1d, _TRANSPOSED_NAMES
+        else:
+            return func(*args, **kwargs)
+        if not _complete(args, kwargs, names):
             return func(*args, **kwargs)
         if _is_dynamo_compiling():
             from convselect.graph import traced  # needs dynamo
@@ -73,15 +91,15 @@ class enabled(ContextDecorator, TorchFunctionMode):
             settled = traced.called_by_convselect()
         else:
             settled = _called_by_convselect()
-        return func(*args, **kwargs) if settled else conv2d(*args, **kwargs)
+        return func(*args, **kwargs) if settled else choosing(*args, **kwargs)
 
 
-def _complete(args: Any, kwargs: Any) -> bool:
+def _complete(args: Any, kwargs: Any, names: tuple[str, ...]) -> bool:
     """Whether number and names of the arguments are those of a convolution. PyTorch raises if they are not."""
     if not kwargs:
-        return 2 <= len(args) <= len(_NAMES)
-    given = {*_NAMES[: len(args)], *kwargs}
-    return len(given) == len(args) + len(kwargs) and given.issubset(_NAMES) and given.issuperset(_NAMES[:2])
+        return 2 <= len(args) <= len(names)
+    given = {*names[: len(args)], *kwargs}
+    return len(given) == len(args) + len(kwargs) and given.issubset(names) and given.issuperset(names[:2])
 
 
 def _called_by_convselect() -> bool:

@@ -172,7 +172,8 @@ def explain(target: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:
     """Run `target(*inputs)` once, forward only, and say what every convolution in it chooses, per direction.
 
     Args:
-        target: a layer or a model; plain `nn.Conv2d` layers are explained as if they were converted.
+        target: a layer or a model; plain layers are explained as if they were converted. A transposed convolution
+            computes the grad-input of the convolution the other way round, and its rows say so.
         inputs, kwargs: arguments of the call.
 
     Returns:
@@ -186,7 +187,7 @@ def explain(target: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:
     seen: set[Any] = set()
     direct: dict[str, None] = {}
 
-    def record(name: str, layer: nn.Conv2d, x: Tensor) -> None:
+    def record(name: str, layer: Any, x: Tensor, output_size: Any = None) -> None:
         policy = getattr(layer, "policy", None)
         current = settings.current()
         used = current if policy is None else settings.with_policy(current, policy)
@@ -194,7 +195,7 @@ def explain(target: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:
         if used.chooses and used.precision != "exact" and not wanted and wants_direct_sums(layer.weight):
             used = settings.exactly(used)
             direct[name] = None
-        for problem in problems_of(layer, x):
+        for problem in problems_of(layer, x, output_size):
             if (name, problem) not in seen:
                 seen.add((name, problem))
                 rows.append(_row(name, problem, used))
@@ -218,10 +219,13 @@ def _recording(target: nn.Module, record: Any) -> Iterator[None]:
     buffers = {name: b.detach().clone() for name, b in target.named_buffers() if b is not None}
     handles = []
     for name, module in target.named_modules():
-        if isinstance(module, nn.Conv2d):
-            handles.append(
-                module.register_forward_pre_hook(lambda m, args, name=name: record(name, m, args[0]) if args else None)
-            )
+        if isinstance(module, nn.Conv1d | nn.Conv2d | nn.ConvTranspose1d | nn.ConvTranspose2d):
+
+            def look(layer: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
+                if args:
+                    record(name, layer, *args, **kwargs)
+
+            handles.append(module.register_forward_pre_hook(look, with_kwargs=True))
     try:
         yield
     finally:

@@ -1,4 +1,5 @@
-"""Layers that choose their algorithms: an `nn.Conv2d` that `convert` has marked, and the drop-in `SelectedConv2d`.
+"""Layers that choose their algorithms: an `nn.Conv2d` that `convert` has marked, and the drop-in `SelectedConv2d`; the
+same for `nn.Conv1d`, `nn.ConvTranspose1d` and `nn.ConvTranspose2d`.
 
 Many tools recognise layers by `type(layer) is nn.Conv2d` (quantisation, fusion, counters, allow-lists of pickles), and
 skip any other class without a word. So converting changes no class: it leaves a mark in the layer's `__dict__`, and
@@ -19,18 +20,32 @@ from torch.fx import Proxy
 
 from convselect import graph
 from convselect.choice.choose import check_policy as check_policy
-from convselect.eager import dispatch
+from convselect.eager import dispatch, kinds
 
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _is_exporting = torch.compiler.is_exporting
 _PLAIN_CONV = nn.Conv2d(1, 1, 1, device="meta")
 _MARK = "_convselect"
-_stock_forward: Any = nn.Conv2d.forward
-_stock_conv_forward = nn.Conv2d._conv_forward
 _stock_extra_repr: Any = nn.Conv2d.extra_repr
 
 
-class SelectedConv2d(nn.Conv2d):
+class _Choosing:
+    """What the classes below add to PyTorch's."""
+
+    # On the class: layers that an earlier version has converted and pickled have none of their own.
+    policy: str | None = None
+
+    def _set_policy(self, policy: str | None) -> None:
+        if policy is not None:
+            check_policy(policy)
+            self.policy = policy
+
+    def extra_repr(self) -> str:
+        text: str = super().extra_repr()  # type: ignore[misc]
+        return text if self.policy is None else f"{text}, policy={self.policy!r}"
+
+
+class SelectedConv2d(_Choosing, nn.Conv2d):
     """Drop-in `torch.nn.Conv2d` that picks its algorithm per shape and direction, for code that builds its layers.
     Tools that ask for `type(layer) is nn.Conv2d` do not know it; layers that `convert` has marked, they do.
 
@@ -41,9 +56,6 @@ class SelectedConv2d(nn.Conv2d):
         ValueError: `policy` names no algorithm.
     """
 
-    # On the class: layers that an earlier version has converted and pickled have none of their own.
-    policy: str | None = None
-
     def __init__(  # written out, since torch.nn.utils.skip_init and others read the signature
         self, in_channels: int, out_channels: int, kernel_size: Any, stride: Any = 1, padding: Any = 0,
         dilation: Any = 1, groups: int = 1, bias: bool = True, padding_mode: Any = "zeros", device: Any = None,
@@ -52,9 +64,7 @@ class SelectedConv2d(nn.Conv2d):
         super().__init__(
             in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype
         )
-        if policy is not None:
-            check_policy(policy)
-            self.policy = policy
+        self._set_policy(policy)
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         # TorchScript compiles this branch, which is nn.Conv2d's own, and skips the rest.
@@ -73,52 +83,149 @@ class SelectedConv2d(nn.Conv2d):
             geometry = (self.stride, padding, self.dilation, self.groups)
             if _is_dynamo_compiling() or _is_exporting():
                 return graph.conv2d(input, weight, bias, geometry, self.policy)
-            return dispatch.conv2d(input, weight, bias, geometry, self.policy)
+            return dispatch.conv2d(input, weight, bias, geometry, self.policy)  # type: ignore[no-any-return]
 
     def _as_leaf(self, input: Any, *parameters: Any) -> Any:
-        """Symbolic tracing: if the tracer would keep an nn.Conv2d as a leaf, keep this layer as a leaf. (The default
-        tracer recognises leaves by the module that defines their class, so it traces into ours and calls this.)"""
-        tracer = input.tracer
-        path = tracer.path_of_module(self)
-        if not tracer.is_leaf_module(_PLAIN_CONV, path):
+        found = _leaf(self, _PLAIN_CONV, input)
+        if found is None:
             return nn.Conv2d._conv_forward(self, input, *parameters)
         for parameter in parameters:  # remove the unused nodes of parameters that nn.Conv2d.forward has just fetched
             if isinstance(parameter, Proxy) and not parameter.node.users:
-                tracer.graph.erase_node(parameter.node)
-        return tracer.create_proxy("call_module", path, (input,), {})
+                input.tracer.graph.erase_node(parameter.node)
+        return found
 
-    def extra_repr(self) -> str:
-        text = super().extra_repr()
-        return text if self.policy is None else f"{text}, policy={self.policy!r}"
+
+def _leaf(layer: Any, plain: nn.Module, *inputs: Any) -> Any:
+    """Symbolic tracing: if the tracer would keep PyTorch's layer as a leaf, keep this one as a leaf; None if not. (The
+    default tracer recognises leaves by the module that defines their class, so it traces into ours and calls this.)"""
+    tracer = inputs[0].tracer
+    path = tracer.path_of_module(layer)
+    return tracer.create_proxy("call_module", path, inputs, {}) if tracer.is_leaf_module(plain, path) else None
+
+
+class SelectedConv1d(_Choosing, nn.Conv1d):
+    """As `SelectedConv2d`, for `torch.nn.Conv1d`."""
+
+    _convselect = True
+
+    def __init__(
+        self, in_channels: int, out_channels: int, kernel_size: Any, stride: Any = 1, padding: Any = 0,
+        dilation: Any = 1, groups: int = 1, bias: bool = True, padding_mode: Any = "zeros", device: Any = None,
+        dtype: Any = None, *, policy: str | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype
+        )
+        self._set_policy(policy)
+
+
+class SelectedConvTranspose1d(_Choosing, nn.ConvTranspose1d):
+    """As `SelectedConv2d`, for `torch.nn.ConvTranspose1d`."""
+
+    _convselect = True
+
+    def __init__(
+        self, in_channels: int, out_channels: int, kernel_size: Any, stride: Any = 1, padding: Any = 0,
+        output_padding: Any = 0, groups: int = 1, bias: bool = True, dilation: Any = 1, padding_mode: Any = "zeros",
+        device: Any = None, dtype: Any = None, *, policy: str | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, bias, dilation,
+            padding_mode, device, dtype,
+        )  # fmt: skip
+        self._set_policy(policy)
+
+
+class SelectedConvTranspose2d(_Choosing, nn.ConvTranspose2d):
+    """As `SelectedConv2d`, for `torch.nn.ConvTranspose2d`."""
+
+    _convselect = True
+
+    def __init__(
+        self, in_channels: int, out_channels: int, kernel_size: Any, stride: Any = 1, padding: Any = 0,
+        output_padding: Any = 0, groups: int = 1, bias: bool = True, dilation: Any = 1, padding_mode: Any = "zeros",
+        device: Any = None, dtype: Any = None, *, policy: str | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, bias, dilation,
+            padding_mode, device, dtype,
+        )  # fmt: skip
+        self._set_policy(policy)
+
+
+SELECTED: dict[Any, Any] = {
+    nn.Conv1d: SelectedConv1d,
+    nn.Conv2d: SelectedConv2d,
+    nn.ConvTranspose1d: SelectedConvTranspose1d,
+    nn.ConvTranspose2d: SelectedConvTranspose2d,
+}
+"""PyTorch's layers that may be converted -> our classes."""
+_SELECTED = tuple(SELECTED.values())
 
 
 # ---- marked layers --------------------------------------------------------------------------------------------------
 
 
-@functools.wraps(_stock_forward)  # TorchScript compiles the source of what is wrapped, which is nn.Conv2d's own
-def _forward(self: Any, input: Any) -> Any:
-    if (
-        not self._convselect
-        or type(self)._conv_forward is not _stock_conv_forward  # somebody's own, as the next
-        or "_conv_forward" in self.__dict__
-        or isinstance(input, Proxy)  # a tracer that looks into nn.Conv2d
-    ):
-        return self._conv_forward(input, self.weight, self.bias)
-    padding = self.padding
-    if self.padding_mode != "zeros":
-        input = F.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode)
-        padding = (0, 0)
-    geometry, policy = (self.stride, padding, self.dilation, self.groups), self.policy
-    if _is_dynamo_compiling() or _is_exporting():
-        self._conv_forward  # noqa: B018  dynamo guards on attributes, and not on what a dictionary lacks
-        return graph.conv2d(input, self.weight, self.bias, geometry, policy)
-    return dispatch.conv2d(input, self.weight, self.bias, geometry, policy)
+def _forward_of(kind: Any, eager: Any, traced: Any) -> Any:
+    """In place of `nn.Conv2d.forward` or `nn.Conv1d.forward`."""
+    stock, conv_forward = kind.forward, kind._conv_forward
+    plain = kind(1, 1, 1, device="meta")
+
+    @functools.wraps(stock)  # TorchScript compiles the source of what is wrapped, which is PyTorch's own
+    def forward(self: Any, input: Any) -> Any:
+        if (
+            not self._convselect
+            or type(self)._conv_forward is not conv_forward  # somebody's own, as the next
+            or "_conv_forward" in self.__dict__
+            or isinstance(input, Proxy)  # a tracer that looks into nn.Conv2d
+        ):
+            if isinstance(self, _Choosing) and isinstance(input, Proxy) and kind is not nn.Conv2d:
+                found = _leaf(self, plain, input)
+                if found is not None:
+                    return found
+            return self._conv_forward(input, self.weight, self.bias)
+        padding = self.padding
+        if self.padding_mode != "zeros":
+            input = F.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode)
+            padding = (0,) * len(self.stride)
+        geometry, policy = (self.stride, padding, self.dilation, self.groups), self.policy
+        if _is_dynamo_compiling() or _is_exporting():
+            self._conv_forward  # noqa: B018  dynamo guards on attributes, and not on what a dictionary lacks
+            return traced(input, self.weight, self.bias, geometry, policy)
+        return eager(input, self.weight, self.bias, geometry, policy)
+
+    @functools.wraps(stock)
+    def around_another(self: Any, input: Any) -> Any:
+        """If the forward found is not PyTorch's own, or not the one that `forward` repeats."""
+        return forward(self, input) if self._convselect else stock(self, input)
+
+    code = getattr(stock, "__code__", None)
+    known = code is not None and code.co_names == ("_conv_forward", "weight", "bias") and not code.co_consts[1:]
+    return forward if known else around_another
 
 
-@functools.wraps(_stock_forward)
-def _forward_around_another(self: Any, input: Any) -> Any:
-    """In place of `_forward`, if the forward found is not PyTorch's own, or not the one that `_forward` repeats."""
-    return _forward(self, input) if self._convselect else _stock_forward(self, input)
+def _transposed_forward_of(kind: Any, dimensions: int, eager: Any, native: Any) -> Any:
+    """In place of `nn.ConvTranspose2d.forward` or `nn.ConvTranspose1d.forward`."""
+    stock = kind.forward
+    plain = kind(1, 1, 1, device="meta")
+
+    @functools.wraps(stock)
+    def forward(self: Any, input: Any, output_size: Any = None) -> Any:
+        if not self._convselect or self.padding_mode != "zeros" or isinstance(input, Proxy):
+            if isinstance(self, _Choosing) and isinstance(input, Proxy):
+                found = _leaf(self, plain, input, *(() if output_size is None else (output_size,)))
+                if found is not None:
+                    return found
+            return stock(self, input, output_size)
+        more = self._output_padding(
+            input, output_size, self.stride, self.padding, self.kernel_size, dimensions, self.dilation
+        )
+        geometry = (self.stride, self.padding, tuple(more), self.groups, self.dilation)
+        if _is_dynamo_compiling() or _is_exporting():
+            return graph.left_to_aten(native, input, self.weight, self.bias, geometry, self.policy)
+        return eager(input, self.weight, self.bias, geometry, self.policy)
+
+    return forward
 
 
 def _extra_repr(self: Any) -> str:
@@ -130,18 +237,24 @@ def _extra_repr(self: Any) -> str:
 
 
 def _look_for_marks() -> None:
-    """Make `nn.Conv2d.forward` look for marks. A layer without one has the class's False."""
-    nn.Conv2d._convselect = False  # type: ignore[attr-defined]
-    code = getattr(_stock_forward, "__code__", None)
-    known = code is not None and code.co_names == ("_conv_forward", "weight", "bias") and not code.co_consts[1:]
-    nn.Conv2d.forward = _forward if known else _forward_around_another  # type: ignore[method-assign]
-    nn.Conv2d.extra_repr = _extra_repr  # type: ignore[method-assign]
+    """Make the forward of PyTorch's layers look for marks. A layer without one has the class's False."""
+    forwards = {
+        nn.Conv1d: _forward_of(nn.Conv1d, kinds.conv1d, graph.conv1d),
+        nn.Conv2d: _forward_of(nn.Conv2d, dispatch.conv2d, graph.conv2d),
+        nn.ConvTranspose1d: _transposed_forward_of(nn.ConvTranspose1d, 1, kinds.conv_transpose1d, F.conv_transpose1d),
+        nn.ConvTranspose2d: _transposed_forward_of(nn.ConvTranspose2d, 2, kinds.conv_transpose2d, F.conv_transpose2d),
+    }
+    kind: Any
+    for kind, forward in forwards.items():
+        kind._convselect = False
+        kind.forward = forward
+        kind.extra_repr = _extra_repr
 
 
 _look_for_marks()
 
 
-def mark(layer: nn.Conv2d, policy: str | None) -> None:
+def mark(layer: nn.Module, policy: str | None) -> None:
     """Make this layer choose; `policy` None leaves the one that it has, if any."""
     state = layer.__dict__
     state[_MARK] = True
@@ -155,16 +268,21 @@ def unmark(layer: nn.Module) -> None:
 
 
 def chooses(module: nn.Module) -> bool:
-    """Whether this is a converted layer, or a `SelectedConv2d`."""
-    if isinstance(module, SelectedConv2d):
+    """Whether this is a converted layer, or a `SelectedConv2d` or its like."""
+    if isinstance(module, _SELECTED):
         return True
+    base = _base_of(module)
+    if base is None or _MARK not in module.__dict__:
+        return False
     kind: Any = type(module)
-    return (
-        isinstance(module, nn.Conv2d)
-        and _MARK in module.__dict__
-        and kind.forward is nn.Conv2d.forward
-        and kind._conv_forward is _stock_conv_forward
+    return kind.forward is base.forward and (
+        issubclass(base, nn.modules.conv._ConvTransposeNd) or kind._conv_forward is base._conv_forward
     )
+
+
+def _base_of(module: nn.Module) -> Any:
+    """Which of PyTorch's layers that may be converted this is; None if it is none."""
+    return next((base for base in SELECTED if isinstance(module, base)), None)
 
 
 # ---- modules of users ---------------------------------------------------------------------------------------------
@@ -190,33 +308,35 @@ def check_module(target: Any, function: str, verb: str | None = None) -> None:
 
 
 def why_not_converted(module: nn.Module) -> str | None:
-    """None if this is a plain nn.Conv2d, parametrized or not, which may be converted. "" if it is converted already,
-    or not a convolution. Otherwise a sentence why it is not converted."""
+    """None if this is one of PyTorch's plain layers, parametrized or not, which may be converted. "" if it is converted
+    already, or not a convolution. Otherwise a sentence why it is not converted."""
     kind = type(module)
     if chooses(module):
         return ""
-    if kind is nn.Conv2d or _is_parametrized_conv2d(kind):
+    if kind in SELECTED or _is_parametrized(kind):
         policy = module.__dict__.get("policy")
         return None if policy is None or isinstance(policy, str) else "It has an attribute `policy` of another kind."
-    if isinstance(module, nn.LazyConv2d):
+    base = _base_of(module)
+    if isinstance(module, nn.modules.lazy.LazyModuleMixin) and base is not None:
         return "It is lazy and has no weight before its first call; convert the model after that."
-    if isinstance(module, nn.modules.conv._ConvTransposeNd):
-        return "It is a transposed convolution; only nn.Conv2d is converted."
-    if isinstance(module, nn.Conv1d | nn.Conv3d):
-        return f"It is {kind.__name__}; only nn.Conv2d is converted."
-    if isinstance(module, nn.Conv2d):
-        return f"{kind.__module__}.{kind.__qualname__} is a subclass of nn.Conv2d and may compute something else."
+    if isinstance(module, nn.Conv3d | nn.ConvTranspose3d):
+        return f"It is {kind.__name__}; only convolutions of one or two dimensions are converted."
+    if base is not None:
+        return (
+            f"{kind.__module__}.{kind.__qualname__} is a subclass of nn.{base.__name__} and may compute something else."
+        )
     if "Conv" in kind.__name__ and "quantized" in kind.__module__:
-        return "It is quantised; only floating-point nn.Conv2d is converted."
+        return "It is quantised; only floating-point convolutions are converted."
     return ""
 
 
-def _is_parametrized_conv2d(kind: type) -> bool:
-    """Whether this is the class that `torch.nn.utils.parametrize` makes for one module on top of nn.Conv2d."""
+def _is_parametrized(kind: type) -> bool:
+    """Whether this is the class that `torch.nn.utils.parametrize` makes for one module on top of one of PyTorch's."""
+    (base, *others) = kind.__bases__
     return (
-        kind.__bases__ == (nn.Conv2d,)
+        base in SELECTED
+        and not others
         and getattr(kind, "parametrizations", None) is None
-        and (
-            kind.__name__ == "ParametrizedConv2d" and "forward" not in vars(kind) and "_conv_forward" not in vars(kind)
-        )
+        and kind.__name__ == f"Parametrized{base.__name__}"
+        and vars(kind).keys().isdisjoint({"forward", "_conv_forward"})
     )

@@ -252,11 +252,20 @@ def _choices(layers: dict[str, Any]) -> list[LayerChoice]:
     return list(dict.fromkeys(found))
 
 
-def _geometry(layer: nn.Conv2d) -> tuple[int, ...]:
-    """C, and the fields from K to groups, of a layer's problems."""
-    kernel, dilation = pair(layer.kernel_size), pair(layer.dilation)
-    sides = padding_sides(layer.padding if layer.padding_mode == "zeros" else 0, kernel, dilation)
-    return (layer.in_channels, layer.out_channels, *kernel, *pair(layer.stride), *sides, *dilation, layer.groups)
+def _geometry(layer: Any) -> tuple[int, ...]:
+    """C, and the fields from K to groups, of a layer's problems: those of an image of one row in one dimension, and of
+    the convolution the other way round for a transposed one."""
+    steps = [layer.kernel_size, layer.stride, layer.dilation]
+    padding = layer.padding if layer.padding_mode == "zeros" else 0
+    if isinstance(layer, nn.Conv1d | nn.ConvTranspose1d):
+        steps = [(1, pair(value)[1]) for value in steps]
+        padding = padding if isinstance(padding, str) else (0, pair(padding)[1])
+    kernel, stride, dilation = map(pair, steps)
+    channels = [layer.in_channels, layer.out_channels]
+    if isinstance(layer, nn.modules.conv._ConvTransposeNd):
+        channels.reverse()
+    sides = padding_sides(padding, kernel, dilation)
+    return (*channels, *kernel, *stride, *sides, *dilation, layer.groups)
 
 
 def _join(outer: str, inner: str) -> str:

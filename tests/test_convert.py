@@ -320,6 +320,10 @@ class NothingOfItsOwn(nn.Conv2d):
     pass
 
 
+class OwnTransposed(nn.ConvTranspose2d):
+    pass
+
+
 def test_what_is_left_alone_and_why():
     qat = pytest.importorskip("torch.ao.nn.qat")
     from torch.ao.quantization import get_default_qat_qconfig
@@ -331,10 +335,11 @@ def test_what_is_left_alone_and_why():
             "own_conv_forward": (OwnConvForward(3, 4, 3), "subclass"),
             "nothing_of_its_own": (NothingOfItsOwn(3, 4, 3), "subclass"),
             "lazy": (nn.LazyConv2d(4, 3), "lazy"),
-            "transposed": (nn.ConvTranspose2d(3, 4, 3), "transposed"),
-            "transposed_lazy": (nn.LazyConvTranspose2d(3, 4), "transposed"),
-            "one_d": (nn.Conv1d(3, 4, 3), "Conv1d"),
+            "transposed_lazy": (nn.LazyConvTranspose2d(3, 4), "lazy"),
+            "one_d_lazy": (nn.LazyConv1d(3, 4), "lazy"),
             "three_d": (nn.Conv3d(3, 4, 3), "Conv3d"),
+            "transposed_three_d": (nn.ConvTranspose3d(3, 4, 3), "ConvTranspose3d"),
+            "own_transposed": (OwnTransposed(3, 4, 3), "subclass of nn.ConvTranspose2d"),
             "qat": (qat.Conv2d(3, 4, 3, qconfig=get_default_qat_qconfig("x86")), "subclass"),
             "quantized": (torch.ao.nn.quantized.Conv2d(3, 4, 3), "quantised"),
             "linear": (nn.Linear(3, 4), None),
@@ -547,8 +552,8 @@ def test_convert_and_freeze_chain():
     assert chained is model
     torch.testing.assert_close(chained(x), want, rtol=1e-4, atol=1e-5)
     report = convselect.summary(model)
-    assert list(report.converted) == ["body.0", "head"]
-    assert report.left_alone.keys() == {"up"}
+    assert list(report.converted) == ["body.0", "head", "up"]
+    assert report.left_alone == {}
     assert set(report.frozen) == {"body", "head"}
     assert report.folded == {"body.1": "body.0"}
     assert report.fused == {"body.0": ("batch norm", "bias", "relu"), "head": ()}
@@ -558,7 +563,7 @@ def test_convert_and_freeze_chain():
     # None if the store knows what was measured before.
     assert all(row.eager_us is None or min(row.eager_us, row.frozen_us) > 0 for row in report.inputs)
     text = str(report)
-    assert "2 convolutions converted, 1 left alone" in text
+    assert "3 convolutions converted, 0 left alone" in text
     assert "2 layers frozen in 2 parts, 1 batch normalisations folded" in text
     assert "  body.0: batch norm, bias, relu" in text
     assert "  not fused: (the model itself): It was not captured as a whole" in text

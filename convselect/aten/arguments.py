@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from convselect.aten.strides import in_functorch, result_strides
+from convselect.aten.strides import in_functorch, result_strides, transposed_strides
 from convselect.base.lru import on_clear
 from convselect.base.problem import (
     CHANNELS_LAST,
@@ -30,6 +30,8 @@ fp32_precision: Any = torch._C._get_fp32_precision_getter
 
 Geometry = tuple[Any, Any, Any, Any]
 """(stride, padding, dilation, groups), as a call gives them: ints, pairs, and for the padding a text."""
+TransposedGeometry = tuple[Any, Any, Any, Any, Any]
+"""(stride, padding, output padding, groups, dilation): the order of `torch.conv_transpose2d`."""
 
 _DEVICES = frozenset({"cpu", "cuda"})
 _INT = frozenset({int})
@@ -60,16 +62,69 @@ def problem_of(x: Tensor, weight: Tensor, geometry: Geometry) -> ConvProblem | N
             pads = padding_sides(padding, (R, S), (dil_h, dil_w))
     except (TypeError, ValueError, IndexError):
         return None
+    N, C, H, W = x.shape
+    return ConvProblem(
+        Direction.FORWARD,
+        N,
+        C,
+        H,
+        W,
+        K,
+        R,
+        S,
+        stride_h,
+        stride_w,
+        *pads,
+        dil_h,
+        dil_w,
+        groups,
+        *_surroundings(x, weight),
+    )
+
+
+def _surroundings(x: Tensor, weight: Tensor) -> tuple[Any, ...]:
+    """The fields of a problem from `dtype` to `tf32`."""
     if x.is_cpu:
         tf32 = fp32_precision("mkldnn", "conv") not in ("none", "ieee")
     else:
         tf32 = x.dtype == torch.float32 and fp32_precision("cuda", "conv") == "tf32"
     # If cuDNN computes, its own flag counts as well.
     settled = deterministic() or (x.is_cuda and torch.backends.cudnn.deterministic)
-    N, C, H, W = x.shape
+    return DTYPE_NAMES[x.dtype], _layout(x), _layout(weight), x.device.type, threads(), settled, tf32
+
+
+def transposed_problem(x: Tensor, weight: Tensor, geometry: TransposedGeometry) -> ConvProblem | None:
+    """The problem of a transposed convolution: grad-input of the convolution that maps its result's shape to that of x.
+    None if its arguments do not have that form, or if no convolution does: with an output padding of a stride or more,
+    one would map that shape to a larger x.
+
+    Args:
+        x: (N, K, P, Q), the problem's grad_y.
+        weight: (K, C / groups, R, S).
+    """
+    stride, padding, output_padding, groups, dilation = geometry
+    if x.dim() != 4 or weight.dim() != 4 or x.dtype not in DTYPE_NAMES or x.device.type not in _DEVICES:
+        return None
+    N, K, P, Q = x.shape
+    _, part, R, S = weight.shape
+    try:
+        if any(not isinstance(v, int) and len(v) > 2 for v in (stride, padding, output_padding, dilation)):
+            return None
+        (stride_h, stride_w), (pad_h, pad_w), (more_h, more_w), (dil_h, dil_w) = map(
+            pair, (stride, padding, output_padding, dilation)
+        )
+        numbers = (stride_h, stride_w, pad_h, pad_w, more_h, more_w, dil_h, dil_w, groups)
+        if not all(isinstance(n, int) for n in numbers) or not (0 <= more_h < stride_h and 0 <= more_w < stride_w):
+            return None
+        H = (P - 1) * stride_h - 2 * pad_h + dil_h * (R - 1) + more_h + 1
+        W = (Q - 1) * stride_w - 2 * pad_w + dil_w * (S - 1) + more_w + 1
+    except (TypeError, ValueError, IndexError):
+        return None
+    if weight.shape[0] != K or min(P, Q, H, W) < 1:
+        return None
     return ConvProblem(
-        Direction.FORWARD, N, C, H, W, K, R, S, stride_h, stride_w, *pads, dil_h, dil_w, groups,
-        DTYPE_NAMES[x.dtype], _layout(x), _layout(weight), x.device.type, threads(), settled, tf32,
+        Direction.BACKWARD_DATA, N, part * groups, H, W, K, R, S, stride_h, stride_w, pad_h, pad_h, pad_w, pad_w,
+        dil_h, dil_w, groups, *_surroundings(x, weight),
     )  # fmt: skip
 
 
@@ -79,27 +134,86 @@ def _are_pairs(stride: Any, padding: Any, dilation: Any) -> bool:
     )
 
 
-def problems_of(layer: torch.nn.Conv2d, x: Tensor) -> list[ConvProblem]:
-    """The problems of a convolution layer for this input: forward, and under grad mode each gradient that would be
-    computed. Empty if the call is left to aten."""
-    weight, geometry = layer.weight, (layer.stride, layer.padding, layer.dilation, layer.groups)
-    if layer.padding_mode != "zeros":
+def problems_of(layer: Any, x: Tensor, output_size: Any = None) -> list[ConvProblem]:
+    """The problems of a convolution layer for this input: its own, and under grad mode that of each gradient that would
+    be computed. Empty if the call is left to aten.
+
+    Args:
+        layer: an nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d or nn.ConvTranspose2d.
+        output_size: the further argument of a transposed layer's forward.
+    """
+    weight = layer.weight
+    geometry: Any = (layer.stride, layer.padding, layer.dilation, layer.groups)
+    transposed = isinstance(layer, torch.nn.modules.conv._ConvTransposeNd)
+    dimensions = len(layer.kernel_size)
+    if transposed:
+        more = layer._output_padding(
+            x, output_size, layer.stride, layer.padding, layer.kernel_size, dimensions, layer.dilation
+        )
+        geometry = (layer.stride, layer.padding, tuple(more), layer.groups, layer.dilation)
+    elif layer.padding_mode != "zeros":
         x = torch.nn.functional.pad(x, layer._reversed_padding_repeated_twice, mode=layer.padding_mode)
-        geometry = (layer.stride, (0, 0), layer.dilation, layer.groups)
-    if x.dim() == 3:
+        geometry = (layer.stride, (0,) * dimensions, layer.dilation, layer.groups)
+    if dimensions == 1:
+        raised = one_row(x, weight, geometry)
+        if raised is None:
+            return []
+        x, weight, geometry = raised
+    elif x.dim() == 3:
         x = x.unsqueeze(0)
     cast = autocast_dtype(x)
     if cast:
         x, weight = cast_like_autocast(x, cast), cast_like_autocast(weight, cast)
-    problem = problem_of(x, weight, geometry)
+    of, gradients = (transposed_problem, transposed_gradients_of) if transposed else (problem_of, gradients_of)
+    problem = of(x, weight, geometry)
     if problem is None or not valid(problem, x, weight, layer.bias, geometry, cast=bool(cast)):
         return []
-    problems = [problem]
-    if torch.is_grad_enabled() and x.requires_grad:
-        problems.append(problem._replace(direction=Direction.BACKWARD_DATA, layout=y_layout(x, weight, problem)))
-    if torch.is_grad_enabled() and weight.requires_grad:
-        problems.append(problem.with_direction(Direction.BACKWARD_WEIGHT))
-    return problems
+    return [problem, *(gradients(x, weight, problem) if torch.is_grad_enabled() else ())]
+
+
+def gradients_of(x: Tensor, weight: Tensor, problem: ConvProblem) -> list[ConvProblem]:
+    """The problems of the gradients that the operands of a convolution require; that of x in the layout that y has."""
+    found = []
+    if x.requires_grad:
+        found.append(problem._replace(direction=Direction.BACKWARD_DATA, layout=y_layout(x, weight, problem)))
+    if weight.requires_grad:
+        found.append(problem.with_direction(Direction.BACKWARD_WEIGHT))
+    return found
+
+
+def transposed_gradients_of(x: Tensor, weight: Tensor, problem: ConvProblem) -> list[ConvProblem]:
+    """The same for a transposed convolution, whose gradients both stream that of its result."""
+    strides = transposed_strides(x, weight, problem).y
+    layout = CONTIGUOUS if strides == canonical_strides(problem.x_shape, CONTIGUOUS) else CHANNELS_LAST
+    of_x, of_weight = (
+        problem._replace(direction=direction, layout=layout)
+        for direction in (Direction.FORWARD, Direction.BACKWARD_WEIGHT)
+    )
+    return [p for p, operand in ((of_x, x), (of_weight, weight)) if operand.requires_grad]
+
+
+def one_row(x: Tensor, weight: Tensor, geometry: Any) -> tuple[Tensor, Tensor, Any] | None:
+    """The operands (N, C, L) or (C, L) and (K, C / groups, S) of a 1-D convolution, transposed or not, as images of one
+    row, in memory as aten takes them, and its geometry for two dimensions; None if these are not its operands."""
+    if x.dim() == 2:
+        x = x.unsqueeze(0)
+    if x.dim() != 3 or weight.dim() != 3:
+        return None
+    if len(geometry) == 4:
+        stride, padding, dilation, groups = geometry
+        pads = padding if isinstance(padding, str) else _two(padding, 0)
+        geometry = (_two(stride, 1), pads, _two(dilation, 1), groups)
+    else:
+        stride, padding, more, groups, dilation = geometry
+        geometry = (_two(stride, 1), _two(padding, 0), _two(more, 0), groups, _two(dilation, 1))
+    return x.contiguous().unsqueeze(2), weight.unsqueeze(2), geometry
+
+
+def _two(value: Any, of_height: int) -> Any:
+    """An argument for two dimensions; None, which no convolution takes, if it is none for one."""
+    if isinstance(value, int):
+        return (of_height, value)
+    return (of_height, value[0]) if isinstance(value, tuple) and len(value) == 1 else None
 
 
 def _layout(t: Tensor) -> str:
@@ -127,7 +241,7 @@ def valid(p: ConvProblem, x: Tensor, weight: Tensor, bias: Tensor | None, geomet
         and weight.dtype == x.dtype
         and weight.device == x.device
         and x.layout == weight.layout == torch.strided
-        and (bias is None or _bias_fits(bias, x, p.K, cast=cast))
+        and (bias is None or _bias_fits(bias, x, p.result_shape[1], cast=cast))
     )
 
 

@@ -36,9 +36,16 @@ class ConvOps(Protocol):
     def refold(self, x_shape: tuple[int, ...], weight_shape: tuple[int, ...], groups: int, like: Tensor) -> ConvOps: ...
 
     @property
-    def x_shape(self) -> tuple[int, int, int, int]: ...
+    def x_shape(self) -> tuple[int, ...]: ...
     @property
-    def weight_shape(self) -> tuple[int, int, int, int]: ...
+    def weight_shape(self) -> tuple[int, ...]: ...
+
+
+class TransposedOps(ConvOps, Protocol):
+    """The same for a transposed convolution: `forward` and `backward` are those of the convolution that it is the
+    grad-input map of."""
+
+    def transposed(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
 
 
 class _Function(torch.autograd.Function):
@@ -80,7 +87,7 @@ class Conv2dFunction(_Function):
         else:
             grad_x, grad_weight, grad_bias = ctx.plan.backward(grad_y, x, weight, (need_x, need_weight, need_bias))
         if need_bias and grad_bias is None:
-            grad_bias = grad_y.sum((0, 2, 3))
+            grad_bias = _sum_per_channel(grad_y)
         return grad_x, grad_weight, grad_bias, None
 
     @staticmethod
@@ -90,13 +97,7 @@ class Conv2dFunction(_Function):
             x_t is not None and (lambda: Conv2dFunction.apply(x_t, weight, None, ctx.plan)),
             weight_t is not None and (lambda: Conv2dFunction.apply(x, weight_t, None, ctx.plan)),
         )
-        if bias_t is None:
-            return tangent
-        bias_t = bias_t.view(1, -1, 1, 1)
-        if tangent is not None:
-            return tangent + bias_t
-        y = Conv2dFunction.apply(x, weight, None, ctx.plan)
-        return torch.zeros_like(y) + bias_t
+        return _plus_bias(tangent, bias_t, lambda: Conv2dFunction.apply(x, weight, None, ctx.plan))
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: ConvOps) -> Any:
@@ -106,10 +107,7 @@ class Conv2dFunction(_Function):
             y = Conv2dFunction.apply(x, weight, None, plan).unsqueeze(0)
         else:
             y = _fold(B, plan, (x, x_dim), (weight, weight_dim), Conv2dFunction, lambda a, b, p: (a, b, None, p))
-        if bias is not None:
-            bias = bias.movedim(bias_dim, 0)[:, None, :, None, None] if bias_dim is not None else bias.view(-1, 1, 1)
-            y = y + bias
-        return y, 0
+        return _plus_batched_bias(y, bias, bias_dim), 0
 
 
 class BackwardDataFunction(_Function):
@@ -186,10 +184,87 @@ class BackwardWeightFunction(_Function):
     def vmap(info: Any, in_dims: Any, x: Tensor, grad_y: Tensor, plan: ConvOps) -> Any:
         B, groups = info.batch_size, plan.groups
         x, grad_y = (_batch_into_channels(t, d, B) for t, d in ((x, in_dims[0]), (grad_y, in_dims[1])))
-        N, C, H, W = plan.x_shape
+        N, C, *size = plan.x_shape
         K = plan.weight_shape[0]
-        folded = plan.refold((N, B * C, H, W), (B * K, *plan.weight_shape[1:]), B * groups, x)
+        folded = plan.refold((N, B * C, *size), (B * K, *plan.weight_shape[1:]), B * groups, x)
         return BackwardWeightFunction.apply(x, grad_y, folded).unflatten(0, (B, K)), 0
+
+
+class ConvTransposeFunction(_Function):
+    """y = backward_data(x, weight) + bias: a transposed convolution is the grad-input map of the convolution that its
+    plan describes, whose y is this x. So its gradients are that convolution's other two maps."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, plan: TransposedOps) -> Tensor:  # type: ignore[override]
+        return plan.transposed(x, weight, bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        x, weight, _, ctx.plan = inputs
+        ctx.save_for_backward(x, weight)
+        ctx.save_for_forward(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        need_x, need_weight, need_bias, _ = ctx.needs_input_grad
+        grad_x: Tensor | None = None
+        grad_weight: Tensor | None = None
+        if torch.is_grad_enabled() or in_functorch():
+            if need_x:
+                grad_x = Conv2dFunction.apply(grad_y, weight, None, ctx.plan)
+            if need_weight:
+                grad_weight = BackwardWeightFunction.apply(grad_y, x, ctx.plan)
+        else:
+            if need_x:
+                grad_x = ctx.plan.forward(grad_y, weight, None)
+            if need_weight:
+                _, grad_weight, _ = ctx.plan.backward(x, grad_y, None, (False, True, False))
+        return grad_x, grad_weight, _sum_per_channel(grad_y) if need_bias else None, None
+
+    @staticmethod
+    def jvp(ctx: Any, x_t: Tensor | None, weight_t: Tensor | None, bias_t: Tensor | None, _: Any) -> Any:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        tangent = _sum_of(
+            x_t is not None and (lambda: BackwardDataFunction.apply(x_t, weight, ctx.plan)),
+            weight_t is not None and (lambda: BackwardDataFunction.apply(x, weight_t, ctx.plan)),
+        )
+        return _plus_bias(tangent, bias_t, lambda: BackwardDataFunction.apply(x, weight, ctx.plan))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: ConvOps) -> Any:
+        x_dim, weight_dim, bias_dim, _ = in_dims
+        if x_dim is None and weight_dim is None:
+            y = BackwardDataFunction.apply(x, weight, plan).unsqueeze(0)
+        else:
+            operands = (x, x_dim), (weight, weight_dim)
+            y = _fold(info.batch_size, plan, *operands, BackwardDataFunction, lambda a, b, p: (a, b, p))
+        return _plus_batched_bias(y, bias, bias_dim), 0
+
+
+def _sum_per_channel(grad_y: Tensor) -> Tensor:
+    """The gradient of a bias."""
+    return grad_y.sum((0, *range(2, grad_y.dim())))
+
+
+def _plus_bias(tangent: Tensor | None, bias_t: Tensor | None, y: Callable[[], Tensor]) -> Tensor | None:
+    """A tangent of y and that of its bias; `y` gives the shape if the first is zero."""
+    if bias_t is None:
+        return tangent
+    if tangent is None:
+        tangent = torch.zeros_like(y())
+    return tangent + bias_t.view(1, -1, *(1,) * (tangent.dim() - 2))
+
+
+def _plus_batched_bias(y: Tensor, bias: Tensor | None, dim: int | None) -> Tensor:
+    """y (B or 1, N, K, ...) + bias, which has a batch at `dim` if that is not None."""
+    if bias is None:
+        return y
+    size = (1,) * (y.dim() - 3)
+    if dim is None:
+        return y + bias.view(-1, *size)
+    bias = bias.movedim(dim, 0)
+    return y + bias.view(bias.shape[0], 1, -1, *size)
 
 
 def _sum_of(*terms: Callable[[], Tensor] | bool) -> Tensor | None:
@@ -219,13 +294,13 @@ def _fold(
     """Run `function` on batched operands as one convolution; the result has the batch in front."""
     a, a_dim = activation
     w, w_dim = weight
-    N, C, H, W = plan.x_shape
+    N, C, *size = plan.x_shape
     if w_dim is None:
         assert a_dim is not None
-        folded = plan.refold((B * N, C, H, W), plan.weight_shape, plan.groups, a)
+        folded = plan.refold((B * N, C, *size), plan.weight_shape, plan.groups, a)
         return function.apply(*arguments(a.movedim(a_dim, 0).flatten(0, 1), w, folded)).unflatten(0, (B, N))  # type: ignore[no-any-return]
     w = w.movedim(w_dim, 0).flatten(0, 1)
     a = _batch_into_channels(a, a_dim, B)
-    folded = plan.refold((N, B * C, H, W), tuple(w.shape), B * plan.groups, a)
+    folded = plan.refold((N, B * C, *size), tuple(w.shape), B * plan.groups, a)
     result = function.apply(*arguments(a, w, folded))
     return result.unflatten(1, (B, result.shape[1] // B)).movedim(1, 0)  # type: ignore[no-any-return]

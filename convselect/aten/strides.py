@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, canonical_strides
-from convselect.kernels._native_ops import even_padding
+from convselect.kernels._native_ops import even_padding, output_padding
 
 Strides = tuple[int, ...]
+_Shapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
 class ResultStrides(NamedTuple):
@@ -54,36 +55,54 @@ def _evenly_padded(x: Tensor, weight: Tensor, problem: ConvProblem, padding: tup
     backend = torch._C._select_conv_backend(
         x, weight, None, problem.stride, padding, problem.dilation, False, (0, 0), G
     )
+    shapes = (problem.y_shape, problem.x_shape, problem.weight_shape)
+    return _in_format_of(x, weight, backend, G, shapes)
+
+
+def transposed_strides(x: Tensor, weight: Tensor, problem: ConvProblem) -> ResultStrides:
+    """As `result_strides`, of a transposed convolution: y is what its problem calls x, and x (N, K, P, Q) the other way
+    round."""
+    if in_functorch():
+        x, weight = (torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in (x, weight))
+    p, padding = problem, (problem.pad_top, problem.pad_left)
+    backend = torch._C._select_conv_backend(
+        x, weight, None, p.stride, padding, p.dilation, True, output_padding(p), p.groups
+    )
+    return _in_format_of(x, weight, backend, p.groups, (p.x_shape, p.y_shape, p.weight_shape))
+
+
+def _in_format_of(x: Tensor, weight: Tensor, backend: Any, G: int, shapes: _Shapes) -> ResultStrides:
+    """The strides of y, grad_x and grad_weight, which have these shapes."""
     memory_format = torch._C._conv_determine_backend_memory_format(x, weight, backend)
     if memory_format != torch.channels_last:
-        return _all_in(problem, CONTIGUOUS, CONTIGUOUS)
+        return _all_in(shapes, CONTIGUOUS, CONTIGUOUS)
     # The backend gets both operands in channels_last and derives the format from them again: with one channel or one
     # pixel that may be contiguous.
     x, weight = _moved(x), _moved(weight)
     by_group = G > 1 and "Slow" in str(backend)
     if by_group:
-        x, weight = _slice(x, 1, problem.C // G), _slice(weight, 0, problem.K // G)
+        x, weight = _slice(x, 1, x.shape[1] // G), _slice(weight, 0, weight.shape[0] // G)
     of_weight = suggested_layout(weight.shape, weight.stride())
     layout = CHANNELS_LAST if CHANNELS_LAST in (of_weight, suggested_layout(x.shape, x.stride())) else CONTIGUOUS
-    # In the plain slow path the weight alone decides the layout of its gradient.
-    weight_layout = of_weight if str(backend).endswith("Slow2d") else layout
-    strides = _all_in(problem, layout, weight_layout)
+    # In the plain slow paths the weight alone decides the layout of its gradient.
+    weight_layout = of_weight if str(backend).endswith(("Slow2d", "SlowTranspose2d")) else layout
     if not by_group:
-        return strides
+        return _all_in(shapes, layout, weight_layout)
     # The results of the groups are concatenated, in the format that they suggest.
-    part = problem._replace(C=problem.C // G, K=problem.K // G, groups=1)
-    wholes = (problem.y_shape, problem.x_shape, problem.weight_shape)
-    parts = zip((part.y_shape, part.x_shape, part.weight_shape), _all_in(part, layout, weight_layout), strict=True)
+    (N, K, *y), (_, C, *image), (filters, *taps) = shapes
+    parts = ((N, K // G, *y), (N, C // G, *image), (filters // G, *taps))
     return ResultStrides(
-        *(canonical_strides(whole, suggested_layout(*one)) for whole, one in zip(wholes, parts, strict=True))
+        *(
+            canonical_strides(whole, suggested_layout(part, strides))
+            for whole, part, strides in zip(shapes, parts, _all_in(parts, layout, weight_layout), strict=True)
+        )
     )
 
 
-def _all_in(problem: ConvProblem, layout: str, weight_layout: str) -> ResultStrides:
+def _all_in(shapes: _Shapes, layout: str, weight_layout: str) -> ResultStrides:
+    y, x, weight = shapes
     return ResultStrides(
-        canonical_strides(problem.y_shape, layout),
-        canonical_strides(problem.x_shape, layout),
-        canonical_strides(problem.weight_shape, weight_layout),
+        canonical_strides(y, layout), canonical_strides(x, layout), canonical_strides(weight, weight_layout)
     )
 
 

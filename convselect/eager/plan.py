@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,10 +15,10 @@ from convselect.aten.arguments import (
     are_ints,
     autocast_dtype,
     cast_like_autocast,
+    gradients_of,
     problem_of,
     valid,
     wants_direct_sums,
-    y_layout,
 )
 from convselect.aten.autograd import Conv2dFunction
 from convselect.aten.strides import ResultStrides, result_strides, with_strides
@@ -34,7 +35,6 @@ from convselect.kernels.pool import BY_NAME
 from convselect.measure.rows import step_cost_us
 
 # Looked up once: each of these is read on every call.
-_conv2d: Any = torch.conv2d
 _grad_enabled = torch.is_grad_enabled
 _threads = torch.get_num_threads
 _any_autocast: Any = torch._C._is_any_autocast_enabled
@@ -74,10 +74,27 @@ def make_plan(
         NotApplicable, ValueError: a policy that names an algorithm which cannot do this, or does not exist.
     """
     if x.dim() == 3 and weight.dim() == 4:
-        inner = make_plan(x.unsqueeze(0), weight, bias, geometry, settings)
-        if isinstance(inner, Plan):
-            inner.unbatched = True
-        return inner
+        return as_unbatched(make_plan(x.unsqueeze(0), weight, bias, geometry, settings))
+    return plan_for(Plan, problem_of, x, weight, bias, geometry, settings)
+
+
+def as_unbatched(plan: Plan | _Native | None) -> Plan | _Native | None:
+    """The plan, for calls without a batch."""
+    if isinstance(plan, Plan):
+        plan.unbatched = True
+    return plan
+
+
+def plan_for(
+    kind: type[Plan],
+    problem_of: Callable[[Tensor, Tensor, Any], ConvProblem | None],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    geometry: Any,
+    settings: Settings,
+) -> Plan | _Native | None:
+    """As `make_plan`, for any kind of plan and its problem; x (N, C, H, W) and weight (K, C/groups, R, S)."""
     cast = _any_autocast() and autocast_dtype(x)
     if cast:
         x, weight = cast_like_autocast(x, cast), cast_like_autocast(weight, cast)
@@ -90,9 +107,9 @@ def make_plan(
     needs_grad = _grad_enabled() and (
         x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     )
-    if not _leaves_native(problem, settings, found, x, weight, needs_grad):
+    if not _leaves_native(kind, problem, settings, found, x, weight, needs_grad):
         return _Native()
-    plan = Plan(problem, settings, result_strides(x, weight, problem))
+    plan = kind(problem, settings, kind.strides_of(x, weight, problem))
     plan.cast = cast if isinstance(cast, torch.dtype) else None
     plan.found, plan.needs_grad = found, needs_grad
     if settings.chooses and settings.precision != "exact" and x.is_cpu:
@@ -103,23 +120,24 @@ def make_plan(
 
 
 def _leaves_native(
-    problem: ConvProblem, settings: Settings, found: Found, x: Tensor, weight: Tensor, needs_grad: bool
+    kind: type[Plan],
+    problem: ConvProblem,
+    settings: Settings,
+    found: Found,
+    x: Tensor,
+    weight: Tensor,
+    needs_grad: bool,
 ) -> bool:
     """Whether a plan is worth its overhead: unless everything is native, aten's own call does the same."""
     if not is_native(found) or settings.batch_invariant:
         return True  # aten's own call goes by the whole batch
     if not needs_grad:
         return False
-    if weight.requires_grad and overruns_in_channels_last(problem):
+    if weight.requires_grad and problem.direction == Direction.FORWARD and overruns_in_channels_last(problem):
         return True  # its native backward steps around it
     if settings.policy == NATIVE:
         return False
-    expected = []
-    if x.requires_grad:
-        layout = y_layout(x, weight, problem)
-        expected.append(problem._replace(direction=Direction.BACKWARD_DATA, layout=layout))
-    if weight.requires_grad:
-        expected.append(problem.with_direction(Direction.BACKWARD_WEIGHT))
+    expected = kind.expected(x, weight, problem)
     return any(not is_native(eager_choice(gradient, settings)) for gradient in expected)
 
 
@@ -170,12 +188,23 @@ class Plan(Entry):
         self._judged = True
         """False until it is known whether a training step gains by what its trials have found."""
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
+    # What kinds of convolutions differ in.
+    aten: Any = torch.conv2d
+    function: Any = Conv2dFunction
+    make: Any = staticmethod(make_plan)
+    strides_of: Any = staticmethod(result_strides)
+
+    @staticmethod
+    def expected(x: Tensor, weight: Tensor, problem: ConvProblem) -> list[ConvProblem]:
+        """The problems of the gradients that these operands require, in the layouts that are to be expected."""
+        return gradients_of(x, weight, problem)
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Any) -> Tensor:
         # Modes and tracers count, record or replay aten's convolution. And the key does not tell 1 from 1.0 from True:
         # what aten would refuse is aten's.
         watched = _dispatch_modes() > 0 or _tracing_state() is not None
         if (watched and self.settings.chooses) or not self._takes(geometry):
-            return _conv2d(x, weight, bias, *geometry)  # type: ignore[no-any-return]
+            return self.aten(x, weight, bias, *geometry)  # type: ignore[no-any-return]
         if self.watches and wants_direct_sums(weight):
             return self._by_direct_sums(x, weight, bias, geometry)
         if self.cast is not None:
@@ -184,18 +213,18 @@ class Plan(Entry):
         if self.unbatched:
             x = x.unsqueeze(0)
         if self.needs_grad or _functorch_level() is not None or forward_ad._current_level >= 0:
-            y: Tensor = Conv2dFunction.apply(x, weight, bias, self)
+            y: Tensor = self.function.apply(x, weight, bias, self)
         else:
-            y = self.forward(x, weight, bias)
+            y = self.run(x, weight, bias)
         return y.squeeze(0) if self.unbatched else y
 
-    def _by_direct_sums(self, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
+    def _by_direct_sums(self, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Any) -> Tensor:
         """This call under precision "exact". What one weight of this shape asks for, another need not."""
         settings = exactly(self.settings)
         key = self.key and (*self.key[:-1], settings)
         plan: Any = plans.entries.get(key)
         if plan is None:
-            plan = make_plan(x, weight, bias, geometry, settings) or ALL_NATIVE
+            plan = self.make(x, weight, bias, geometry, settings) or ALL_NATIVE
             if key is not None and plan is not ALL_NATIVE:
                 plan.key = key
                 plans.put(key, plan)
@@ -204,7 +233,7 @@ class Plan(Entry):
             return plan(x, weight, bias, geometry)  # type: ignore[no-any-return]
         if plan.native is not True:
             plan.native -= 1
-        return _conv2d(x, weight, bias, *geometry)  # type: ignore[no-any-return]
+        return self.aten(x, weight, bias, *geometry)  # type: ignore[no-any-return]
 
     def _takes(self, geometry: Geometry) -> bool:
         """Whether all numbers are ints. The same layer hands over the same objects, which are looked at once."""
@@ -218,7 +247,7 @@ class Plan(Entry):
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """y with aten's strides; no autograd."""
-        if _is_legacy_batched(x, weight):
+        if is_legacy_batched(x, weight):
             y = native_forward(x, weight, self.problem)
             return y if bias is None else y + bias.view(-1, 1, 1)
         found = self.found
@@ -233,12 +262,15 @@ class Plan(Entry):
             self.native, found.waits = found.waits, 0
         return y
 
+    run = forward
+    """What a call of this kind computes."""
+
     def backward(
         self, grad_y: Tensor, x: Tensor | None, weight: Tensor | None, needed: tuple[bool, bool, bool]
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """(grad_x, grad_weight, grad_bias) with aten's strides, None if not needed; no autograd. x is not needed for
         grad_x. grad_bias is None, too, if aten does not compute it on the way; then it is a sum over grad_y."""
-        if _is_legacy_batched(grad_y, x, weight):
+        if is_legacy_batched(grad_y, x, weight):
             # Lone operands: aten wants the third for its shape only.
             whole_x = grad_y.new_empty(self.x_shape) if x is None else x
             whole_weight = grad_y.new_empty(self.weight_shape) if weight is None else weight
@@ -325,10 +357,10 @@ class Plan(Entry):
         problem = self.problem._replace(N=N, C=C, H=H, W=W, K=weight_shape[0], groups=groups, layout="contiguous")
         x = torch.empty((1,), dtype=like.dtype, device=like.device).expand(x_shape)
         weight = torch.empty((1,), dtype=like.dtype, device=like.device).expand(weight_shape)
-        return Plan(problem, self.settings, result_strides(x, weight, problem))
+        return type(self)(problem, self.settings, result_strides(x, weight, problem))
 
 
-def _is_legacy_batched(*tensors: Tensor | None) -> bool:
+def is_legacy_batched(*tensors: Tensor | None) -> bool:
     """Whether autograd's own vmap is at work (`is_grads_batched`, `jacobian(vectorize=True)`): its tensors cannot be
     unwrapped, and only aten's operators loop over them."""
     for t in tensors:  # noqa: SIM110  a generator would cost more than what it asks
@@ -337,4 +369,4 @@ def _is_legacy_batched(*tensors: Tensor | None) -> bool:
     return False
 
 
-__all__ = ["ALL_NATIVE", "Plan", "is_native", "make_plan", "plans"]
+__all__ = ["ALL_NATIVE", "Plan", "as_unbatched", "is_legacy_batched", "is_native", "make_plan", "plan_for", "plans"]

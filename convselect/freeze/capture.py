@@ -72,7 +72,8 @@ def why_not_captured(root: nn.Module) -> str | None:
             return f"the forward of {name} was replaced"
         if name and has_hooks(module):
             return f"{name} has hooks"
-        policy = getattr(module, "policy", None) if isinstance(module, nn.Conv2d) else None
+        convolution = isinstance(module, nn.Conv1d | nn.Conv2d | nn.ConvTranspose1d | nn.ConvTranspose2d)
+        policy = getattr(module, "policy", None) if convolution else None
         if policy is not None and policy not in CHOOSING:
             return f"the policy of {inner} asks for {policy}"
         for key, t in (*module._parameters.items(), *module._buffers.items()):

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-from convselect.layer import SelectedConv2d
+from convselect.layer import SELECTED
 
 _FROZEN = "this model is frozen for inference; call convselect.unfreeze(model) to train it again"
 _SCRIPTING = (
@@ -15,7 +15,7 @@ _SCRIPTING = (
     "torch.jit.trace or torch.export: each of them takes PyTorch's own convolutions, so nothing is lost by it"
 )
 _SAME_IN_TRAINING = frozenset({
-    nn.Conv2d, SelectedConv2d, nn.ConvTranspose2d, nn.Linear, nn.LayerNorm, nn.GroupNorm, nn.ReLU, nn.ReLU6, nn.SiLU,
+    *SELECTED, *SELECTED.values(), nn.Linear, nn.LayerNorm, nn.GroupNorm, nn.ReLU, nn.ReLU6, nn.SiLU,
     nn.GELU, nn.Sigmoid, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.Flatten, nn.Identity, nn.Upsample,
     nn.Sequential, nn.ModuleList, nn.ModuleDict,
 })  # fmt: skip

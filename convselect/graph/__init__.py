@@ -12,3 +12,19 @@ def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Any, policy
     from convselect.graph import traced  # needs dynamo
 
     return traced.conv2d(x, weight, bias, geometry, policy)
+
+
+def conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Any, policy: str | None) -> Tensor:
+    """As `eager.kinds.conv1d`, while a graph is made."""
+    from convselect.graph import traced
+
+    return traced.conv1d(x, weight, bias, geometry, policy)
+
+
+def left_to_aten(
+    native: Any, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Any, policy: str | None
+) -> Tensor:
+    """A transposed convolution while a graph is made: aten's own, which `native` is."""
+    from convselect.graph import traced
+
+    return traced.left_to_aten(native, x, weight, bias, geometry, policy)

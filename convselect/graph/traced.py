@@ -25,7 +25,15 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
-from convselect.aten.arguments import Geometry, autocast_dtype, cast_like_autocast, problem_of, valid, y_layout
+from convselect.aten.arguments import (
+    Geometry,
+    autocast_dtype,
+    cast_like_autocast,
+    one_row,
+    problem_of,
+    valid,
+    y_layout,
+)
 from convselect.aten.strides import in_functorch
 from convselect.base import settings as _settings
 from convselect.base.problem import DTYPE_NAMES, ConvProblem, Direction
@@ -66,7 +74,46 @@ def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, p
     return _carried_out(found, x, weight, bias, geometry)
 
 
-def _look(context: Any) -> None:
+def conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, policy: Any) -> Tensor:
+    """As `conv2d`, for one dimension: an operator of ours computes an image of one row."""
+    if torch.compiler.is_dynamo_compiling():
+        comptime(_look_1d)
+        found = _verdict()
+    else:
+        found = verdict(x, weight, bias, geometry, policy, dimensions=1)
+    if found[0] == "native":
+        return torch.conv1d(x, weight, bias, *geometry)
+    unbatched = x.dim() == 2
+    if unbatched:
+        x = x.unsqueeze(0)
+    y = _carried_out(found, x.contiguous().unsqueeze(2), weight.unsqueeze(2), bias, geometry).squeeze(2)
+    return y.squeeze(0) if unbatched else y
+
+
+def left_to_aten(native: Any, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Any, policy: Any) -> Tensor:
+    """A transposed convolution, which no operator of ours computes: aten's; a named algorithm is refused."""
+    if torch.compiler.is_dynamo_compiling():
+        comptime(_look_at_policy)
+        found = _verdict()
+    else:
+        found = _left_to_pytorch(_in_force(policy), _TRANSPOSED)
+    if found[0] == "refused":
+        raise NotApplicable(found[1])
+    return native(x, weight, bias, *geometry)  # type: ignore[no-any-return]
+
+
+_TRANSPOSED = "transposed convolutions inside a compiled graph"
+
+
+def _look_at_policy(context: Any) -> None:
+    _seen.verdict = _left_to_pytorch(_in_force(context.get_local("policy").as_python_constant()), _TRANSPOSED)
+
+
+def _look_1d(context: Any) -> None:
+    _look(context, dimensions=1)
+
+
+def _look(context: Any, dimensions: int = 2) -> None:
     """Note the verdict for the call that dynamo is tracing."""
     _seen.verdict = _NATIVE
     try:
@@ -80,7 +127,7 @@ def _look(context: Any) -> None:
     except Exception:
         _seen.verdict = _left_to_pytorch(_in_force(policy), "strides and paddings of symbolic size")
         return
-    _seen.verdict = verdict(x, weight, bias, geometry, policy)
+    _seen.verdict = verdict(x, weight, bias, geometry, policy, dimensions=dimensions)
 
 
 def _is_none(variable: Any) -> bool:
@@ -136,7 +183,7 @@ def _carried_out(verdict: Verdict, x: Tensor, weight: Tensor, bias: Tensor | Non
 # ---- the verdict ----------------------------------------------------------------------------------------------------
 
 
-def verdict(x: Any, weight: Any, bias: Any, geometry: Geometry, policy: str | None) -> Verdict:
+def verdict(x: Any, weight: Any, bias: Any, geometry: Geometry, policy: str | None, *, dimensions: int = 2) -> Verdict:
     """What this call becomes; reads sizes, strides, dtypes and who requires a gradient, and guards on nothing."""
     settings = _in_force(policy)
     if settings.policy == NATIVE and not settings.batch_invariant:
@@ -160,6 +207,11 @@ def verdict(x: Any, weight: Any, bias: Any, geometry: Geometry, policy: str | No
             torch.empty_strided(size, strides, dtype=t.dtype, device=t.device)
             for t, (size, strides, _) in zip(tensors, numbers, strict=True)
         ]
+        if dimensions == 1:
+            raised = one_row(stand_ins[0], stand_ins[1], geometry)
+            if raised is None:
+                return _NATIVE
+            stand_ins[:2], geometry = raised[:2], raised[2]
         answer = _of_stand_ins(stand_ins, needs, geometry, settings, dynamic=dynamic)
     if answer[0] == "operator" and torch.compiler.is_exporting() and policy is None and not _settings.in_use():
         warn_once(

@@ -68,6 +68,9 @@ class CAlgorithm(Algorithm):
         leading_ints = self._in_c(problem, params)
         if leading_ints is None:
             return super().run_checked(a, b, problem, params, bias)
+        if bias is not None and problem.direction != Direction.FORWARD:  # the kernels add it to y only
+            result = self.run_checked(a, b, problem, params)
+            return None if result is None else result.add_(bias.view(-1, 1, 1))
         tune = () if params is None else self._tune(problem, params)
         out, finite = _library.call_checked(self.kernel, a, b, problem, leading_ints, bias, tune=tune)
         return out if finite else None

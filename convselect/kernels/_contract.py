@@ -132,9 +132,9 @@ class Algorithm(ABC):
     def run_checked(
         self, a: Tensor, b: Tensor, problem: ConvProblem, params: Params = None, bias: Tensor | None = None
     ) -> Tensor | None:
-        """What dispatch calls: `run`, plus `bias` (K,) in the forward direction. None if `spreads_nonfinite` and the
-        result holds an infinity or a NaN, or the operands a value that may spoil results that do not see it; the call
-        then has to run native instead.
+        """What dispatch calls: `run`, plus `bias`: (K,) in the forward direction, (C,) for grad-input, which is what a
+        transposed convolution computes. None if `spreads_nonfinite` and the result holds an infinity or a NaN, or the
+        operands a value that may spoil results that do not see it; the call then has to run native instead.
 
         Algorithms whose kernels add the bias or do the check override this; here each is one more pass over the result.
         """

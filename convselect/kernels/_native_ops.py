@@ -113,6 +113,24 @@ def native_forward(x: Tensor, weight: Tensor, problem: ConvProblem, bias: Tensor
     return torch.conv2d(x, weight, bias, problem.stride, padding, problem.dilation, problem.groups)
 
 
+def output_padding(problem: ConvProblem) -> tuple[int, int]:
+    """Rows and columns of the padded x that no window reaches: the output padding of the transposed convolution that
+    gives this x."""
+    p = problem
+    return (
+        p.H + p.pad_top + p.pad_bottom - p.kernel_extent[0] - (p.P - 1) * p.stride_h,
+        p.W + p.pad_left + p.pad_right - p.kernel_extent[1] - (p.Q - 1) * p.stride_w,
+    )
+
+
+def native_transposed(x: Tensor, weight: Tensor, problem: ConvProblem, bias: Tensor | None = None) -> Tensor:
+    """A transposed convolution by aten's own operator: the problem's grad-input of x, plus `bias` (C,). Its padding has
+    to be symmetric."""
+    p = problem
+    padding, more = (p.pad_top, p.pad_left), output_padding(p)
+    return torch.conv_transpose2d(x, weight, bias, p.stride, padding, more, p.groups, p.dilation)
+
+
 def native_forward_in_bands(x: Tensor, weight: Tensor, problem: ConvProblem, bias: Tensor | None = None) -> Tensor:
     """y by one call of aten per image and band of rows: for want of memory, since aten may copy both operands of a call
     into other layouts, and the result out of one. If oneDNN finds no memory even so, by aten's own loops."""

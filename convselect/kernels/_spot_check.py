@@ -169,7 +169,7 @@ def spot_check(
     """Compare `result` with float64 at up to `places` places. Tensors may have any strides.
 
     Args:
-        a, b: the operands, in the order of `Algorithm.run`; `bias` (K,) in the forward direction.
+        a, b: the operands, in the order of `Algorithm.run`; `bias` (K,) in the forward direction, (C,) for grad-input.
         limit: the largest ratio that is right, from `limit`.
         spreads: whether rounding errors come from the whole image (`Algorithm.spreads_nonfinite`).
         seed: decides the places; 64 bits.
@@ -187,8 +187,9 @@ def spot_check(
             return None
     result, a, b = _plain(result), _plain(a), _plain(b)
     bias_stride = 0
+    of_weight = problem.direction == Direction.BACKWARD_WEIGHT
     if bias is not None:
-        if bias.shape != (problem.K,) or not bias.is_cpu or problem.direction != Direction.FORWARD:
+        if bias.shape != (problem.result_shape[1],) or not bias.is_cpu or of_weight:
             raise ValueError(f"a bias {tuple(bias.shape)} on {bias.device} for {problem}")
         bias = _plain(bias).to(problem.torch_dtype)
         bias_stride = bias.stride(0)

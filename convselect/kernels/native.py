@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from convselect.base.problem import ConvProblem
+from convselect.base.problem import ConvProblem, Direction
 from convselect.kernels._contract import Algorithm, Grade, Params
 from convselect.kernels._native_ops import (
     native_backward_data,
     native_backward_weight,
     native_forward,
+    native_transposed,
     native_workspace_bytes,
 )
 
@@ -35,7 +36,10 @@ class Native(Algorithm):
         self, a: Tensor, b: Tensor, problem: ConvProblem, params: Params = None, bias: Tensor | None = None
     ) -> Tensor:
         """aten adds the bias itself: the same call as the user's, bit for bit and in time."""
-        return self.run(a, b, problem) if bias is None else native_forward(a, b, problem, bias)
+        if bias is None:
+            return self.run(a, b, problem)
+        run = native_transposed if problem.direction == Direction.BACKWARD_DATA else native_forward
+        return run(a, b, problem, bias)
 
     def backward_data(self, grad_y: Tensor, weight: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
         return native_backward_data(grad_y, weight, problem)

@@ -88,6 +88,7 @@ class Layer:
         predicted, spread: as a `Candidate` has them.
         candidates: what applies, the fastest first.
         left_out: reason -> names of the algorithms that do not apply or may not be taken, and were not timed.
+        in_inference: whether a forward pass computes it: of a transposed convolution, that is a grad-input problem.
     """
 
     names: tuple[str, ...]
@@ -104,6 +105,7 @@ class Layer:
     left_out: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     predicted: float | None = None
     spread: tuple[float, float] | None = None
+    in_inference: bool = True
 
     @property
     def direction(self) -> str:
@@ -157,8 +159,8 @@ class NetworkReport:
     made: str = ""
 
 
-Posed = dict[tuple["ConvProblem", str | None], dict[str, int]]
-"""(problem, the layer's own policy) -> layer -> calls, in the order of the calls."""
+Posed = dict[tuple["ConvProblem", str | None, bool], dict[str, int]]
+"""(problem, the layer's own policy, whether a forward pass computes it) -> layer -> calls, in the order of calls."""
 
 
 def of_model(
@@ -205,9 +207,10 @@ def of_model(
             _settle(converted, x, training, list(posed), seconds, on_stage)
         layers = []
         share_s = seconds * (1 - END_TO_END_SHARE) / max(1, len(posed))
-        for i, ((problem, own), calls) in enumerate(posed.items()):
+        for i, ((problem, own, in_inference), calls) in enumerate(posed.items()):
             on_stage("layers", i / len(posed))
-            layers.append(_layer(problem, own, calls, stored, share_s if timed else None, measure))
+            layer = _layer(problem, own, calls, stored, share_s if timed else None, measure)
+            layers.append(replace(layer, in_inference=in_inference))
         ends: list[EndToEnd] = []
         if timed and layers:
             ends = end_to_end(native, converted, x, _sums(layers, training), seconds * END_TO_END_SHARE, on_stage)
@@ -230,7 +233,7 @@ def _policy(verify: bool) -> str | None:
 
 def _sums(layers: Sequence[Layer], training: bool) -> dict[str, tuple[float | None, float | None]]:
     """Mode -> (native, chosen): the times of its convolutions in us, added up."""
-    forward = [one for one in layers if one.direction == "forward"]
+    forward = [one for one in layers if one.in_inference]
     modes: dict[str, Sequence[Layer]] = {"inference": forward}
     if training and len(layers) > len(forward):
         modes["training step"] = layers
@@ -249,8 +252,8 @@ def _posed(model: nn.Module, x: Tensor, training: bool) -> Posed:
     def hook(name: str) -> Callable[[Any, tuple[Any, ...]], None]:
         def record(layer: Any, args: tuple[Any, ...]) -> None:
             if args:
-                for problem in problems_of(layer, args[0]):
-                    calls = found.setdefault((problem, layer.policy), {})
+                for i, problem in enumerate(problems_of(layer, *args)):
+                    calls = found.setdefault((problem, layer.policy, i == 0), {})
                     calls[name] = calls.get(name, 0) + 1
 
         return record
@@ -270,7 +273,7 @@ def _settle(
     model: nn.Module,
     x: Tensor,
     training: bool,
-    posed: Sequence[tuple[ConvProblem, str | None]],
+    posed: Sequence[tuple[ConvProblem, str | None, bool]],
     seconds: float,
     on_stage: Callable[[str, float], object],
 ) -> None:
@@ -282,7 +285,7 @@ def _settle(
             step(model, x)
         else:
             infer(model, x)
-        if not any(_on_trial(problem, own) for problem, own in posed):
+        if not any(_on_trial(problem, own) for problem, own, _ in posed):
             break
 
 

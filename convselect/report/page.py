@@ -132,7 +132,7 @@ def of_network(report: NetworkReport) -> dict[str, Any]:
             (end, spent) for end in report.end_to_end if (spent := _spent(end, report.layers, kinds)) is not None
         ],
         "algorithms": _algorithms(report.layers),
-        "calls": sum(layer.calls for layer in report.layers if layer.direction == "forward"),
+        "calls": sum(layer.calls for layer in report.layers if layer.in_inference),
         "modules": len({name for layer in report.layers for name in layer.names}),
     }
 
@@ -212,7 +212,7 @@ def _spent(end: EndToEnd, layers: Sequence[Layer], kinds: Mapping[str, str]) -> 
     """Convolutions by what computes them once converted, and everything else; None if a time is missing."""
     if end.layers_native_us is None or end.layers_chosen_us is None:
         return None
-    members = [one for one in layers if end.mode != "inference" or one.direction == "forward"]
+    members = [one for one in layers if end.mode != "inference" or one.in_inference]
     both = end.like_layers
     key: list[tuple[str, str, float, float]] = []
     for name in [*kinds, NATIVE]:

@@ -14,6 +14,7 @@ from convselect.choice.choose import NATIVE, Choice
 from convselect.choice.trial import ALLOWANCE_CALLS, EARLY_ROUNDS, MOST_CALLS
 from convselect.eager import dispatch, live_trial
 from convselect.eager.live_trial import LiveTrial
+from convselect.eager.plan import make_plan
 from convselect.store import process
 
 CPU = torch.device("cpu")
@@ -39,7 +40,7 @@ def account(race, monkeypatch):
 
 def test_while_a_trial_may_not_begin_calls_are_atens_own_and_then_it_goes_on(race, account, monkeypatch):
     passed = Passed()
-    monkeypatch.setattr(dispatch, "_conv2d", passed)
+    monkeypatch.setattr(dispatch, "conv2d", dispatch.dispatcher(passed, make_plan))
     weight, reads = torch.randn(4, 4, 3, 3), []
     expected = F.conv2d(X, weight, padding=1)
 

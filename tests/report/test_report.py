@@ -104,6 +104,13 @@ def is_self_contained(html: str) -> None:
     assert "@import" not in style
 
 
+class Own(nn.Conv2d):
+    """Left alone: nobody knows what a subclass computes."""
+
+
+LEFT_ALONE = f"{__name__}.Own is a subclass of nn.Conv2d and may compute something else."
+
+
 def small() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(
@@ -112,7 +119,7 @@ def small() -> nn.Module:
         nn.Conv2d(8, 8, 3, padding=1),
         nn.ReLU(),
         nn.Conv2d(8, 8, 3, padding=1),
-        nn.ConvTranspose2d(8, 4, 2, 2),
+        Own(8, 4, 2, 2),
     )
 
 
@@ -142,7 +149,7 @@ def test_layers_are_grouped_by_problem(measured):
     assert [layer.direction for layer in measured.layers] == sorted(
         (layer.direction for layer in measured.layers), key=["forward", "backward_data", "backward_weight"].index
     )
-    assert measured.left_alone == {"5": "It is a transposed convolution; only nn.Conv2d is converted."}
+    assert measured.left_alone == {"5": LEFT_ALONE}
 
 
 def test_a_shared_layer_is_called_twice():
@@ -151,6 +158,18 @@ def test_a_shared_layer_is_called_twice():
     (layer,) = report.layers
     assert layer.calls == 2
     assert layer.names == ("0",)
+
+
+def test_a_transposed_layer_counts_for_inference():
+    """Though its problem is that of a gradient, as the other layer's gradient is."""
+    model = nn.Sequential(nn.ConvTranspose2d(3, 8, 2, 2), nn.Conv2d(8, 4, 3))
+    report = of_model("decoder", model, X, training=True, seconds=0.1)
+    assert {(one.direction, one.names, one.in_inference) for one in report.layers} == {
+        ("backward_data", ("0",), True), ("backward_weight", ("0",), False), ("forward", ("1",), True),
+        ("backward_data", ("1",), False), ("backward_weight", ("1",), False),
+    }  # fmt: skip
+    inference = next(end for end in report.end_to_end if end.mode == "inference")
+    assert inference.layers_native_us == pytest.approx(sum(one.native_us for one in report.layers if one.in_inference))
 
 
 def test_what_is_timed_is_not_watched(monkeypatch):
@@ -210,7 +229,7 @@ def test_the_page_has_the_figures(measured):
     two = measured.layers[1]
     times = [page.duration(us) for us in (two.native_us, two.chosen_us)]
     assert read.row("2 and 1 more", "2x8x16x16 -> 8, 3x3 p1", "2", times[0], "winograd4", times[1])
-    assert read.row("5", "It is a transposed convolution; only nn.Conv2d is converted.")
+    assert read.row("5", LEFT_ALONE)
     assert read.row("all calls", "", "3", page.duration(measured.end_to_end[0].layers_native_us))
     assert measured.environment["device"] in read.text
 
@@ -316,7 +335,7 @@ def test_a_layers_own_policy_holds(monkeypatch):
     assert [(one.names, one.algorithm, one.source) for one in report.layers] == [
         (("0",), "winograd4", "model"), (("2",), "direct", "forced"), (("4",), "winograd4", "model"),
     ]  # fmt: skip
-    assert report.left_alone == {"5": "It is a transposed convolution; only nn.Conv2d is converted."}
+    assert report.left_alone == {"5": LEFT_ALONE}
     assert convselect.summary(model).converted == {"2": "direct"}
 
 
@@ -332,14 +351,14 @@ def test_names_are_escaped(monkeypatch):
     use_fake(monkeypatch, "winograd4")
     model = nn.Sequential()
     model.add_module(EVIL.replace(".", ""), nn.Conv2d(3, 8, 3, padding=1))
-    model.add_module(EVIL + "2", nn.ConvTranspose2d(8, 8, 2))
+    model.add_module(EVIL + "2", Own(8, 8, 2))
     report = of_model(EVIL, model, X, seconds=0.05)
     html = render(report)
     is_self_contained(html)
     assert "<script" not in html
     read = Page(html)
     assert read.row(EVIL, "2x3x16x16")
-    assert read.row(EVIL + "2", "It is a transposed convolution; only nn.Conv2d is converted.")
+    assert read.row(EVIL + "2", LEFT_ALONE)
     assert EVIL in read.text
 
 
