@@ -95,6 +95,7 @@ CONV1D = Kind(
         "same": ((2, 3, 9), (4, 3, 4), {"padding": "same"}),
         "valid": ((2, 3, 9), (4, 3, 4), {"padding": "valid"}),
         "pointwise": ((2, 3, 9), (4, 3, 1), {}),
+        "wide": ((1, 32, 11), (32, 32, 3), {"padding": 1}),
         "one channel": ((2, 1, 9), (1, 1, 3), {}),
         "unbatched": ((4, 11), (6, 4, 3), {"stride": (2,)}),
     },
@@ -105,6 +106,7 @@ TRANSPOSED2D = Kind(
     {
         "plain": ((2, 6, 5, 6), (6, 4, 3, 3), {"padding": 1}),
         "twice": ((2, 6, 5, 6), (6, 4, 2, 2), {"stride": 2}),
+        "wide": ((1, 32, 5, 6), (32, 32, 3, 3), {"padding": 1}),
         "stride": ((2, 6, 5, 6), (6, 4, 4, 3), {"stride": (2, 1), "padding": (1, 0)}),
         "output padding": ((2, 6, 3, 4), (6, 4, 3, 3), {"stride": 2, "padding": 1, "output_padding": 1}),
         "one of two": ((2, 6, 3, 4), (6, 4, 3, 3), {"stride": (3, 2), "output_padding": (2, 0)}),
@@ -120,6 +122,7 @@ TRANSPOSED1D = Kind(
     {
         "plain": ((2, 6, 11), (6, 4, 3), {"padding": 1}),
         "stride": ((2, 6, 11), (6, 4, 16), {"stride": 8, "padding": 4}),
+        "wide": ((1, 32, 11), (32, 32, 3), {"padding": 1}),
         "output padding": ((2, 6, 7), (6, 4, 3), {"stride": 2, "padding": 1, "output_padding": 1}),
         "groups": ((1, 4, 7), (4, 3, 3), {"groups": 2, "dilation": 2, "stride": (2,)}),
         "unbatched": ((6, 5), (6, 4, 3), {"stride": 2}),

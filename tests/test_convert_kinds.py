@@ -353,6 +353,16 @@ def test_networks_give_the_same_results_and_gradients(network, favourite):
                     assert_same(got, want, 1e-3, network)
 
 
+def test_a_named_algorithm_is_not_frozen_away():
+    model = convselect.convert(UNet().eval())
+    model.up.policy = GEMM
+    x = torch.randn(1, 3, 16, 16)
+    with torch.no_grad():
+        convselect.freeze(model, x)
+        assert GEMM in algorithms_of(lambda: model(x))
+    assert f"the policy of up asks for {GEMM}" in convselect.summary(model).not_fused[""]
+
+
 @pytest.mark.parametrize("network", NETWORKS)
 def test_networks_freeze_around_them(network):
     model, x = NETWORKS[network]()
