@@ -170,7 +170,7 @@ def random_problems(seed: int, count: int) -> Iterator[ConvProblem]:
         shape = r.choice(("plain", "plain", "plain", "plain", "deep", "wide"))  # deep: many channels; wide: long rows
         H, W = r.randint(1, 40), r.randint(1, 40)
         if shape == "wide":
-            H, W = r.randint(1, 3), r.randint(50, 600)
+            H, W = r.randint(1, 3), r.choice((r.randint(50, 600), r.randint(50, 600), r.randint(1000, 1300)))
         elif shape == "deep":
             H, W = r.randint(1, 7), r.randint(1, 7)
         if kind == "depthwise":
@@ -189,6 +189,8 @@ def random_problems(seed: int, count: int) -> Iterator[ConvProblem]:
         else:
             R, S = (r.choice((1, 2, 3, 3, 3, 4, 5, 7, 9)) for _ in "RS")
             S = r.choice((R, S))
+            if shape == "wide" and r.random() < 0.5:
+                R, S = 1, r.choice((S, S, 2, 11, 17, 33, 70))
         p = conv_problem(
             r.choice((1, 1, 2, 3, 5)), C, H, W, K, R, S,
             direction=r.choice(list(Direction)),

@@ -27,6 +27,8 @@ GPU_SPECTRUM_BYTES = 128 * 2**20  # fewer, larger launches: on a GPU neither pag
 
 KERNEL_TILES = (16, 24, 32, 48, 64)
 """Tile sides that `csrc/fft.inc` knows."""
+ROW_TILES = (32, 48, 64, 96, 128, 256, 384, 512, 768, 1024)
+"""Lengths of its tiles of one row, which kernels of one row have: `csrc/fft_rows.inc`."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -190,6 +192,11 @@ def _kernel_axis(length: int, size: int, out: int, taps: int, before: int, dil: 
     return step, out // (step * dil) * dil + min(dil, out % (step * dil)), line
 
 
+def kernel_tiles(p: ConvProblem) -> tuple[int, ...]:
+    """The sides, or lengths, of tiles in the C kernel that hold this problem's kernel."""
+    return tuple(tile for tile in (ROW_TILES if p.R == 1 else KERNEL_TILES) if tile >= max(p.R, p.S))
+
+
 def _kernel_axes(p: ConvProblem, side: int) -> tuple[tuple[int, int], tuple[int, int]] | None:
     """(step, tiles) of rows and columns in the C kernel; None if tiles would recompute more than they keep."""
     dil_h, dil_w = p.dil_h if p.R > 1 else 1, p.dil_w if p.S > 1 else 1
@@ -198,8 +205,9 @@ def _kernel_axes(p: ConvProblem, side: int) -> tuple[tuple[int, int], tuple[int,
         cols = (p.Q, p.W, p.S, dil_w * (p.S - 1) - p.pad_left, dil_w)
     else:
         rows, cols = (p.H, p.P, p.R, p.pad_top, dil_h), (p.W, p.Q, p.S, p.pad_left, dil_w)
-    if side < max(p.R, p.S):
-        return None
+    if p.R == 1:
+        step, tiles, line = _kernel_axis(side, *cols)
+        return None if step < min(line, side // 2) else ((1, rows[1]), (step, tiles))
     axes = _kernel_axis(side, *rows), _kernel_axis(side, *cols)
     if any(step < min(line, side // 2) for step, _, line in axes):
         return None
@@ -210,28 +218,30 @@ def _kernel_axes(p: ConvProblem, side: int) -> tuple[tuple[int, int], tuple[int,
 def sides(problem: ConvProblem, in_c: bool) -> tuple[int, ...]:
     """The tile sides to pick from, in the C kernel or by PyTorch's operations."""
     if in_c:
-        return tuple(side for side in KERNEL_TILES if _kernel_axes(problem, side) is not None)
+        return tuple(side for side in kernel_tiles(problem) if _kernel_axes(problem, side) is not None)
     return tuple(side for side in TILES if side >= max(problem.kernel_extent))
 
 
 @functools.lru_cache(maxsize=1024)
 def kernel_tile_side(problem: ConvProblem) -> int | None:
-    """The side, of `KERNEL_TILES`, with the least estimated time in the C kernel; None if tiles would recompute more
+    """The side, of `kernel_tiles`, with the least estimated time in the C kernel; None if tiles would recompute more
     than they keep. Nanoseconds per bin and vector of 16 channels, measured on one core: 24 for a tile to or from its
-    spectrum, 14 for a kernel, which is mostly zeros, 1.3 for a multiplication in a matrix product."""
+    spectrum, 30 for one of one row, 14 for a kernel, which is mostly zeros, 1.3 for a multiplication in a matrix
+    product."""
     p = problem
     best, best_ns = None, float("inf")
     inner, outer = p.C // p.groups, p.K // p.groups
     if p.direction == Direction.BACKWARD_DATA:
         inner, outer = outer, inner
     inner_blocks, outer_blocks = -(-inner // 16), -(-outer // 16)
-    for side in KERNEL_TILES:
+    tile_ns = 30 if p.R == 1 else 24
+    for side in kernel_tiles(p):
         axes = _kernel_axes(p, side)
         if axes is None:
             continue
         units = p.N * axes[0][1] * axes[1][1]
-        transforms_ns = 24 * units * (inner_blocks + outer_blocks) + 14 * inner * outer_blocks
-        total_ns = side * (side // 2 + 1) * (transforms_ns + 1.3 * units * inner * outer_blocks)
+        transforms_ns = tile_ns * units * (inner_blocks + outer_blocks) + 14 * inner * outer_blocks
+        total_ns = (1 if p.R == 1 else side) * (side // 2 + 1) * (transforms_ns + 1.3 * units * inner * outer_blocks)
         if total_ns < best_ns:
             best, best_ns = side, total_ns
     return best

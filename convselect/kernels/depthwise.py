@@ -8,9 +8,10 @@
 Libraries are many times slower for large kernels, in a weight gradient from 5x5 on; here one register tiling serves
 all sizes. Source of the blocking: Georganas et al., "Anatomy of High-Performance Deep Learning Convolutions on SIMD
 Architectures", SC 2018. Float32 images in channels_last order are read in place if the kernel has 3, 5 or 7 columns
-(csrc/depthwise_rows.inc); others are copied to a slab. Frozen weights may be packed once (`pack`). 16-bit operands are
-widened as they are copied, summed in float32 and rounded once. Without the C library, problems are rewritten so that
-native computes them fast (`_depthwise_torch.py`).
+(csrc/depthwise_rows.inc), and so are long rows of NCHW images if the kernel has one row, as a 1-D convolution has
+(csrc/depthwise_lines.inc: vectors along the row); others are copied to a slab. Frozen weights may be packed once
+(`pack`). 16-bit operands are widened as they are copied, summed in float32 and rounded once. Without the C library,
+problems are rewritten so that native computes them fast (`_depthwise_torch.py`).
 """
 
 from __future__ import annotations
@@ -37,10 +38,14 @@ _SUMMED = Parameter("summed", (64, 128, 256, 512))  # more would cost digits
 _USUAL = {"slab_kib": 128, "run": 7, "summed": 512}
 
 
+LONG_ROW = 1000
+"""Fewest results of a row for vectors along it, as in the C source."""
+
+
 class Depthwise(CAlgorithm):
     """Parameters of the C kernels: `slab_kib`, KiB of an image that are copied at a time (absent if the image is read
     in place); `run`, outputs of a row that stay in registers; in a weight gradient `summed`, the number of products
-    that a register adds up.
+    that a register adds up. Vectors along long rows have none.
     """
 
     name = "depthwise"
@@ -71,12 +76,20 @@ class Depthwise(CAlgorithm):
         return _BY_NATIVE.workspace_bytes(problem)
 
     def space(self, problem: ConvProblem) -> Space | None:
-        if not _library.available():
+        if not _library.available() or _is_line(problem):
             return None
         if problem.direction == Direction.BACKWARD_WEIGHT:
             return _space(self, (_SLAB, _SUMMED))
         in_place = problem.direction == Direction.FORWARD and packed_floats(problem) is not None
         return _space(self, (_RUN,) if in_place else (_SLAB, _RUN))
+
+
+def _is_line(problem: ConvProblem) -> bool:
+    """Whether csrc/depthwise_lines.inc computes this problem, which has no parameters; as `dwl_takes` there."""
+    p, data = problem, problem.direction == Direction.BACKWARD_DATA
+    if p.R != 1 or p.stride_w != 1 or (data and p.stride_h != 1) or p.layout == CHANNELS_LAST:
+        return False
+    return (p.W if data else p.Q) >= LONG_ROW
 
 
 @functools.cache

@@ -16,11 +16,11 @@ Whole image: a circular transform of length L is exact along an axis as soon as 
 and kernel extent: reads beyond one edge may wrap around into the other edge's zeros. Tiles: each yields
 L - extent + 1 results. The two axes are independent: a one-row image is never padded to a square.
 
-`csrc/fft.inc` computes the tiles of `fft_tiled`, vectorised over channels; everything else, and all of it without the
-C library, is PyTorch operations (`_fft_torch.py`). Transform lengths have no prime factor above 7. The C kernel
-computes a dilated convolution as one without dilation on each phase of the image (every dil-th pixel of every dil-th
-row); PyTorch's operations transform dilated kernels with their zeros in. 16-bit operands are transformed in float32 and
-the result is rounded once.
+`csrc/fft.inc` computes the tiles of `fft_tiled`, vectorised over channels, for kernels of one row in tiles of one row
+(`csrc/fft_rows.inc`); everything else, and all of it without the C library, is PyTorch operations
+(`_fft_torch.py`). Transform lengths have no prime factor above 7. The C kernel computes a dilated convolution as one
+without dilation on each phase of the image (every dil-th pixel of every dil-th row); PyTorch's operations transform
+dilated kernels with their zeros in. 16-bit operands are transformed in float32 and the result is rounded once.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from convselect.kernels._common import strides
 from convselect.kernels._contract import Algorithm, Grade, Params
 from convselect.kernels._cuda_flags import product_rounds_too_much
 from convselect.kernels._fft_plan import (
-    KERNEL_TILES,
     MAX_TILED_EXTENT,
     kernel_tile_side,
+    kernel_tiles,
     plan_of,
     sides,
     tile_side,
@@ -132,19 +132,19 @@ class FftTiled(CAlgorithm, Fft):
         return tile
 
     def _in_c(self, problem: ConvProblem, params: Params = None) -> tuple[int, ...] | None:
-        """The side of the C kernel's tiles; None if PyTorch's operations compute: in float64, for one-row kernels
-        and few channels per group, which leave most of a tile or a vector empty, and for kernels that fill half of the
-        largest tile."""
+        """The side of the C kernel's tiles, or their length if the kernel has one row; None if PyTorch's operations
+        compute: in float64, for kernels of one column and few channels per group, which leave most of a tile or a
+        vector empty, and for kernels that fill half of the largest tile."""
         p = problem
         if p.dtype == "float64" or p.device != "cpu" or p.N == 0 or not _library.available():
             return None
-        if min(p.R, p.S) == 1 or max(p.C, p.K) // p.groups < 4:
+        if p.S == 1 or max(p.C, p.K) // p.groups < 4:
             return None
         if params is None or "tile" not in params:
             tile = kernel_tile_side(p)
         else:
             tile = int(params["tile"])
-        return (tile,) if tile in KERNEL_TILES and tile >= max(p.R, p.S) else None
+        return (tile,) if tile in kernel_tiles(p) else None
 
     def why_not(self, problem: ConvProblem) -> str | None:
         extent = max(problem.kernel_extent)

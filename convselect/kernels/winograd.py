@@ -43,6 +43,10 @@ TILES: dict[tuple[int, int], tuple[int, ...]] = {
     (3, 1): (4, 6),
     (1, 7): (4,),
     (7, 1): (4,),
+    (1, 5): (4, 6),
+    (5, 1): (4, 6),
+    (1, 2): (6,),
+    (2, 1): (6,),
 }
 """Kernel size -> sizes m of an output tile. Larger tiles round too much, and smaller ones were never the fastest."""
 

@@ -38,6 +38,10 @@ AWKWARD = {
     "bands, padding over kernel": conv_problem(1, 2, 80, 90, 2, 3, 3, padding=9, groups=2),
     "bands, strided and dilated": conv_problem(1, 2, 230, 211, 2, 5, 3, padding=4, stride=2, dilation=2, groups=2),
     "bands, nothing padded": conv_problem(1, 2, 100, 101, 2, 5, 3, groups=2),
+    "long row": conv_problem(2, 3, 1, 1150, 3, 1, 31, padding=(0, 15), groups=3),
+    "long rows, multiplier 2, dilated": conv_problem(
+        2, 2, 2, 2300, 4, 1, 4, padding=(1, 0, 70, 3), dilation=(1, 20), groups=2
+    ),
 }
 
 
@@ -109,6 +113,12 @@ BRANCHES = {
     "large image": conv_problem(1, 18, 130, 70, 18, 3, 3, padding=1, groups=18),
     "large image, stride 2": conv_problem(1, 18, 131, 90, 18, 3, 3, padding=1, stride=2, groups=18),
     "multiplier 3, stride 2": conv_problem(2, 6, 13, 14, 18, 3, 3, padding=1, stride=2, groups=6),
+    # Vectors along the row: pairs and fours of taps that share a vector, a rest of taps and of outputs, all read in
+    # place, nothing but padding on one side, rows that are skipped.
+    "long row, one-sided padding": conv_problem(1, 2, 1, 2070, 2, 1, 70, padding=(0, 0, 69, 0), groups=2),
+    "long row, no padding": conv_problem(1, 2, 1, 1100, 2, 1, 45, groups=2),
+    "long row, most of it padding": conv_problem(2, 2, 1, 40, 2, 1, 3, padding=(0, 0, 3, 2500), groups=2),
+    "long rows, skipped": conv_problem(1, 2, 4, 1203, 2, 1, 17, padding=(1, 3, 8, 8), stride=(2, 1), groups=2),
 }  # fmt: skip
 
 
@@ -153,7 +163,7 @@ def test_weight_gradient_of_mixed_layouts(isa):
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_epilogue(layout, dtype):
-    for name in ("40 channels, 7x7 image", "large image, stride 2", "multiplier 3, stride 2"):
+    for name in ("40 channels, 7x7 image", "large image, stride 2", "multiplier 3, stride 2", "long row, no padding"):
         p = BRANCHES[name]._replace(dtype=dtype, layout=layout)
         x, weight, like_y = random_operands(p, layout)
         bias = torch.randn(p.K)
@@ -256,7 +266,7 @@ def test_workspace_bound(algorithm, direction, dtype, layout):
 
 
 @DIRECTIONS
-@pytest.mark.parametrize("name", ["31x31", "multiplier 3, dilated", "bands", "bands, strided and dilated"])
+@pytest.mark.parametrize("name", ["31x31", "multiplier 3, dilated", "bands", "bands, strided and dilated", "long row"])
 @IMPLEMENTATIONS
 def test_nonfinite_pixels_stay_in_their_window(algorithm, name, direction):
     problem = AWKWARD[name]._replace(direction=direction)

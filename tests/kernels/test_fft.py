@@ -253,6 +253,9 @@ IN_C = {
     "dilated, whole": conv_problem(3, 5, 23, 22, 18, 5, 5, padding=4, dilation=2),
     "dilation over image": conv_problem(1, 4, 8, 9, 5, 3, 3, padding=11, dilation=10),
     "dilated, wrapping": conv_problem(1, 7, 30, 31, 6, 5, 5, padding=4, dilation=2),
+    "row kernel": conv_problem(2, 20, 3, 150, 33, 1, 9, padding=(1, 0, 0, 12)),
+    "row kernel, dilated": conv_problem(2, 5, 1, 300, 18, 1, 11, padding=(0, 25), dilation=(1, 5)),
+    "row kernel, many taps": conv_problem(1, 12, 1, 260, 24, 1, 130, padding=(0, 0, 129, 0), groups=3),
 }
 
 
@@ -269,11 +272,10 @@ def test_every_tile_and_instruction_set(name, layout, dtype, direction, nan_memo
     problem = IN_C[name]._replace(direction=direction, dtype=dtype, layout=layout, weight_layout=layout)
     operands = operands_of(problem, *random_operands(problem, layout, layout))
     want = Reference().run(*(t.double() for t in operands), problem._replace(dtype="float64"))
-    for tile in _fft_plan.KERNEL_TILES:
-        if tile >= max(problem.R, problem.S):
-            for level in range(_library.library().cs_best_isa() + 1):
-                error = relative_error(run_in_c(problem, operands, tile, level), want)
-                assert error <= tolerance(TILED, problem), (tile, level)
+    for tile in _fft_plan.kernel_tiles(problem):
+        for level in range(_library.library().cs_best_isa() + 1):
+            error = relative_error(run_in_c(problem, operands, tile, level), want)
+            assert error <= tolerance(TILED, problem), (tile, level)
 
 
 @needs_c
@@ -305,8 +307,9 @@ def test_bias_and_activation(name):
 @needs_c
 @DIRECTIONS
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
-def test_what_is_not_finite_is_noticed(value, direction):
-    problem = IN_C["tiles"]._replace(direction=direction)
+@pytest.mark.parametrize("name", ["tiles", "row kernel"])
+def test_what_is_not_finite_is_noticed(name, value, direction):
+    problem = IN_C[name]._replace(direction=direction)
     operands = operands_of(problem, *random_operands(problem))
     assert TILED.run_checked(*operands, problem, {"tile": 32}) is not None
     operands[0][-1, -1, -1, -1] = value
@@ -327,7 +330,7 @@ def test_the_kernel_is_used_where_it_fits(monkeypatch):
     others = (
         taken._replace(dtype="float64"),
         conv_problem(1, 8, 40, 40, 8, 9, 9, padding=4, groups=8),
-        conv_problem(1, 8, 40, 40, 8, 1, 9, padding=(0, 4)),
+        conv_problem(1, 8, 40, 40, 8, 9, 1, padding=(4, 0)),
         conv_problem(1, 8, 140, 140, 8, 51, 51, padding=25),
     )
     for problem in others:
@@ -337,6 +340,8 @@ def test_the_kernel_is_used_where_it_fits(monkeypatch):
     for problem in (
         taken,
         taken._replace(dil_h=2, dil_w=2),
+        conv_problem(1, 8, 40, 40, 8, 1, 9, padding=(0, 4)),
+        conv_problem(1, 8, 1, 900, 8, 1, 400, padding=(0, 0, 399, 0)),  # longer kernels than PyTorch's tiles take
         conv_problem(1, 8, 700, 9, 8, 3, 3, padding=1, dilation=(300, 1)),
     ):
         check(TILED, problem)

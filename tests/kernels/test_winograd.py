@@ -451,6 +451,8 @@ DILATED = {
     "5x5": conv_problem(1, 20, 31, 27, 19, 5, 5, padding=6, dilation=3),
     "7x7": conv_problem(1, 16, 33, 30, 24, 7, 7, padding=6, dilation=2),
     "1x3, wide": conv_problem(2, 24, 2, 300, 20, 1, 3, padding=(0, 64), dilation=(5, 64)),
+    "1x5, one row": conv_problem(2, 20, 1, 70, 35, 1, 5, padding=(0, 9), dilation=(1, 4)),
+    "2x1": conv_problem(1, 16, 41, 6, 24, 2, 1, padding=(3, 0), dilation=(4, 1)),
     "7x1": conv_problem(1, 24, 61, 5, 16, 7, 1, padding=(9, 0), dilation=(3, 2)),
 }
 """The dilation of an axis of one tap says nothing."""
