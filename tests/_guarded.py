@@ -44,7 +44,7 @@ LAYOUTS = (CONTIGUOUS, CHANNELS_LAST)
 TILES = {
     "CS_OPERANDS": [()],
     "CS_TILED": [(m,) for m in (2, 3, 4, 5, 6, 7)],
-    "CS_TRANSFORM": [(16,), (24,), (32,), (48,), (64,)],
+    "CS_TRANSFORM": [(16,), (24,), (32,), (48,), (64,), (96,), (384,)],  # the last two for kernels of one row only
 }
 
 

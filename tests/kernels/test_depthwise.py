@@ -276,13 +276,13 @@ def test_nonfinite_pixels_stay_in_their_window(algorithm, name, direction):
     a, b = operands_of(problem, *random_operands(problem))
     images = [a] if direction != Direction.BACKWARD_WEIGHT else [a, b]
     for image in images:
-        for row in (0, image.shape[2] // 2, image.shape[2] - 1):
-            kept = image[0, 1, row, 3].clone()
-            image[0, 1, row, 3] = float("nan")
+        for row, column in ((0, 3), (image.shape[2] // 2, 3), (-1, -1)):
+            kept = image[0, 1, row, column].clone()
+            image[0, 1, row, column] = float("nan")
             got, want = algorithm.run(a, b, problem), Reference().run(a.double(), b.double(), problem)
             assert torch.equal(got.isnan() | want.isnan(), want.isnan())
             assert got.isnan().any() == want.isnan().any()  # stride 2 skips pixels
-            image[0, 1, row, 3] = kept
+            image[0, 1, row, column] = kept
 
 
 @IMPLEMENTATIONS
