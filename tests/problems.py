@@ -29,6 +29,8 @@ PROBLEMS: dict[str, ConvProblem] = {
     "stem 7x7 stride 2": conv_problem(1, 3, 32, 30, 16, 7, 7, stride=2, padding=3),
     "patch 4x4": conv_problem(2, 3, 16, 12, 8, 4, 4, stride=4),
     "patch with a rest": conv_problem(1, 3, 10, 11, 8, 4, 4, stride=4),
+    "patch 2x2": conv_problem(1, 9, 6, 8, 10, 2, 2, stride=2),
+    "4x4 stride 2": conv_problem(1, 9, 12, 14, 10, 4, 4, stride=2, padding=1),
     "patch groups": conv_problem(2, 4, 8, 8, 6, 2, 2, stride=2, groups=2),
     "whole image": conv_problem(3, 6, 5, 4, 9, 5, 4),
     "whole image groups": conv_problem(2, 6, 3, 3, 4, 3, 3, groups=2),

@@ -50,7 +50,12 @@ TILES: dict[tuple[int, int], tuple[int, ...]] = {
 }
 """Kernel size -> sizes m of an output tile. Larger tiles round too much, and smaller ones were never the fastest."""
 
-STRIDED_TILES: dict[tuple[int, int], tuple[int, ...]] = {(3, 3): (3, 4, 5, 7), (5, 5): (4, 5), (7, 7): (4, 5)}
+STRIDED_TILES: dict[tuple[int, int], tuple[int, ...]] = {
+    (3, 3): (3, 4, 5, 7),
+    (4, 4): (2, 4),
+    (5, 5): (4, 5),
+    (7, 7): (4, 5),
+}
 """The same for stride 2: `csrc/winograd_strides.inc`."""
 
 _FRAIL_POINTS = 9
@@ -152,8 +157,8 @@ class Winograd(CAlgorithm):
         """Measured in float32 on normal, rectified and smooth data, 1 to 2,048 channels, all directions: the C kernels
         at most 4.6e-7 (F(2x2, 3x3)), 5.6e-7 (F(3x3, 3x3)), 1.0e-6 (F(4x4, 3x3)), 2.3e-6 (F(5x5, 3x3)), 4.1e-6 (F(6x6,
         3x3)), 9.0e-6 (F(7x7, 3x3)), 4.0e-6 (F(4x4, 5x5)), 8.6e-6 (F(5x5, 5x5)), 9.6e-6 (F(3x3, 7x7)) and 3.4e-6 (F(4,
-        7)); at stride 2 at most 4e-7 (m = 3, 4 for 3x3) and 4e-6 (the others); native 5e-8 to 5e-7: sums over channels
-        are cut into runs of 64. PyTorch operations sum them in one run: 5e-6 to 8e-6 with m = 6, above 1e-5 in a weight
+        7)); at stride 2 at most 4e-7 (m = 3, 4 for 3x3, 2 for 4x4), 6e-7 (4 for 4x4) and 4e-6 (the others); native
+        5e-8 to 5e-7: sums over channels are cut into runs of 64. PyTorch operations sum them in one run: 5e-6 to 8e-6 with m = 6, above 1e-5 in a weight
         gradient of few products that cancel."""
         if problem.element_bytes == 2:
             return Grade.DIRECT  # rounded once, from float32: 16 bits hide the difference
@@ -162,7 +167,8 @@ class Winograd(CAlgorithm):
         if self._frail(problem) and math.prod(problem.result_shape) < _FRAIL_RESULTS:
             return Grade.LOOSE
         if problem.stride_h == 2:
-            return Grade.DIRECT if self.m + problem.R // 2 <= 5 else Grade.CLOSE  # points of the even taps' transform
+            points = self.m + (problem.R - 1) // 2  # of the even taps' transform
+            return Grade.DIRECT if points <= 5 else Grade.CLOSE
         return Grade.DIRECT if self.m <= 3 and problem.R == problem.S == 3 else Grade.CLOSE
 
 

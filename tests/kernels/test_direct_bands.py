@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from pairs import pairwise
 from problems import random_operands, relative_error
 from tolerances import tolerance
 from torch import Tensor
@@ -87,6 +88,52 @@ def test_data_gradients_of_every_case(nan_memory):
         grad_y = grad_y.contiguous(memory_format=FORMATS[layout])
         got = _library.call("cs_direct", grad_y, weight, p._replace(layout=layout))
         assert relative_error(got, want) <= tolerance(DIRECT, p), f"{name} {layout}"
+
+
+# Grad-inputs with a stride, whose classes of outputs are computed together in NCHW. They have as many taps in each
+# class, one more in some, none in some; rows and columns of the last block that there are not; too many classes.
+STRIDED = {
+    "as many taps": conv_problem(2, 20, 12, 18, 36, 4, 4, padding=1, stride=2),
+    "one more in some": conv_problem(1, 40, 15, 18, 20, 5, 3, padding=(2, 1), stride=2),
+    "none in some": conv_problem(2, 17, 14, 16, 24, 2, 2, stride=3),
+    "none in a row of classes": conv_problem(1, 9, 13, 14, 20, 1, 3, stride=(3, 2)),
+    "one tap each": conv_problem(2, 36, 6, 10, 50, 2, 2, stride=2),
+    "columns only": conv_problem(3, 20, 1, 100, 33, 1, 16, padding=(0, 4), stride=(1, 8)),
+    "rows only": conv_problem(1, 20, 70, 5, 33, 8, 1, padding=(2, 0), stride=(4, 1)),
+    "a rest below and beside": conv_problem(1, 20, 23, 27, 24, 4, 4, padding=1, stride=4),
+    "dilated": conv_problem(1, 20, 19, 22, 24, 3, 4, padding=3, stride=(2, 3), dilation=(2, 3)),
+    "groups": conv_problem(2, 40, 10, 12, 48, 4, 4, padding=1, stride=2, groups=2),
+    "many columns": conv_problem(1, 20, 2, 2400, 24, 2, 4, padding=(0, 1), stride=2),
+    "more classes than are joined": conv_problem(1, 20, 4, 40, 24, 2, 17, stride=(2, 17)),
+    "a kernel of many taps": conv_problem(1, 9, 20, 24, 16, 12, 12, stride=4),
+    "one image is less than a block": conv_problem(3, 20, 1, 3, 24, 4, 4, padding=(2, 1), stride=4),
+}
+
+
+@pairwise(
+    {"level": LEVELS, "name": list(STRIDED), "layout": LAYOUTS, "weight_layout": LAYOUTS,
+     "dtype": ["float32", "float32", "bfloat16"]}
+)  # fmt: skip
+def test_classes_of_a_data_gradient(level, name, layout, weight_layout, dtype, nan_memory):
+    p = STRIDED[name]._replace(direction=Direction.BACKWARD_DATA, dtype=dtype, layout=layout)
+    _, weight, grad_y = random_operands(p)
+    want = REFERENCE.run(grad_y.double(), weight.double(), p._replace(dtype="float64"))
+    grad_y, weight = (t.contiguous(memory_format=FORMATS[f]) for t, f in ((grad_y, layout), (weight, weight_layout)))
+    got = _library.call("cs_direct", grad_y, weight, p._replace(weight_layout=weight_layout), isa_level=level)
+    assert relative_error(got, want) <= tolerance(DIRECT, p)
+
+
+def test_classes_have_the_same_bits_in_both_layouts_and_with_several_threads():
+    """In NHWC each class is a call of its own."""
+    for name, p in STRIDED.items():
+        p = p._replace(direction=Direction.BACKWARD_DATA)
+        _, weight, grad_y = random_operands(p)
+        results = []
+        for layout, threads in (("channels_last", 1), ("contiguous", 1), ("contiguous", 2), ("contiguous", 3)):
+            torch.set_num_threads(threads)
+            a = grad_y.contiguous(memory_format=FORMATS[layout])
+            results.append(_library.call("cs_direct", a, weight, p._replace(layout=layout, threads=threads)))
+        assert all(torch.equal(results[0], other) for other in results), name
 
 
 def test_one_packed_weight_serves_both_layouts():
