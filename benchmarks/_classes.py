@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from convselect.base.problem import CONTIGUOUS, ConvProblem, Direction, conv_problem
 from convselect.measure.rows import read_rows
-from convselect.model.sampling import read_layers
+from convselect.model.sampling import BYTES_CAP, read_layers
 
 PROBLEMS = Path(__file__).parent / "problems.csv"
 TIMES = Path(__file__).parent / "results" / "times-cpu-x86-avx512.csv.gz"
@@ -210,9 +210,12 @@ def select(
     for kernel_class in CLASSES:
         if kernel_class.dtypes:
             continue
-        source = later if later is not None and kernel_class.name in LATER else layers
+        is_later = kernel_class.name in LATER
+        source = later if later is not None and is_later else layers
         batches = [layer._replace(N=N) for layer in source for N in BATCHES]
         members = [p for p in batches if kernel_class.holds(p) and p.flops <= kernel_class.flops_cap]
+        if is_later:  # thin layers of so many operations have images of gigabytes
+            members = [p for p in members if p.bytes <= BYTES_CAP]
         for problem in spread(members, per_class):
             chosen.setdefault(problem, source[problem._replace(N=1)])
     return [(model, problem) for problem, model in chosen.items()]

@@ -366,7 +366,9 @@ class Runner:
                         out,
                         ctypes.addressof(epilogue) if fused else None,
                     )
-                    left = p.W % 2 and name in ("cs_winograd", "cs_fft") and status == _library.NONFINITE
+                    # In images of a few pixels any window may be much smaller than the largest value.
+                    spoilt = p.W % 2 or p.H * p.W < 16
+                    left = spoilt and name in ("cs_winograd", "cs_fft") and status == _library.NONFINITE
                     assert left or status in (_library.OK, _library.UNSUPPORTED), f"{what}: status {status}"
                     if status == _library.UNSUPPORTED:
                         continue

@@ -37,6 +37,7 @@ TYPICAL = (
     conv_problem(2, 64, 28, 28, 64, 3, 3, padding=1, groups=16),
     conv_problem(2, 3, 64, 64, 32, 7, 7, padding=3, stride=2),
     conv_problem(2, 64, 28, 28, 64, 1, 1),
+    conv_problem(2, 32, 4, 400, 32, 1, 9, padding=(0, 4)),
 )
 needs_library = pytest.mark.skipif(not _library.available(), reason="the C library is not installed")
 every_kernel = pytest.mark.parametrize(("name", "before"), KERNELS, ids=lambda v: str(v))
