@@ -86,8 +86,8 @@ def library() -> ctypes.CDLL | None:
         return None
     named = os.environ.get("CONVSELECT_LIBRARY")
     path = named or os.path.join(os.path.dirname(__file__), "_csrc.so")
-    if not named and not os.path.exists(path):
-        return None  # not built, as where there is no compiler
+    if not named and not os.path.exists(path):  # not built
+        return None
     try:
         loaded = ctypes.CDLL(path)
         if loaded.cs_abi() == ABI:
@@ -96,11 +96,8 @@ def library() -> ctypes.CDLL | None:
         reason = f"{path} is of another version"
     except (OSError, AttributeError) as error:
         reason = str(error)
-    warn_once(
-        "library",
-        f"convselect: the C kernels are not used: {reason}. Results are the same, and slower; `convselect doctor` says "
-        "what to do.",
-    )
+    text = f"the C kernels are not used: {reason}. Results are right, but slower; `convselect doctor` says what to do."
+    warn_once("library", f"convselect: {text}")
     return None
 
 
