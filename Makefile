@@ -13,7 +13,7 @@ READY := $(VENV)/.convselect-ready
 TRITON := $(VENV)/triton/bin/python
 TRITON_READY := $(VENV)/triton/.ready
 COMPILED := $(wildcard tests/kernels/test_*triton*.py) tests/benchmarks/test_gpu_run_on_cpu.py
-CSRC := setup.py $(wildcard convselect/kernels/csrc/*)
+CSRC := setup.py $(wildcard convselect/kernels/csrc/*) convselect/eager/cached_calls.cpp
 
 # Tests start many processes: none should have to compile its modules again.
 export PYTHONDONTWRITEBYTECODE :=
@@ -61,6 +61,7 @@ endif
 endif
 $(READY): pyproject.toml $(CSRC)
 	$(MAKE) $(if $(filter pyproject.toml again,$?),install,native)
+	$(BIN)/convselect build || echo 'cached calls will go through Python'
 	touch $(READY)
 
 # Requirements in quotes; if none is given, what is there stays.

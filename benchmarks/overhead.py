@@ -15,6 +15,7 @@ from torch import nn
 import convselect
 from convselect.base import lru, settings, timing
 from convselect.base.problem import ConvProblem, conv_problem
+from convselect.eager import cached
 from convselect.eager.plan import make_plan
 from convselect.machine.environment import run_environment
 from convselect.model import loaded
@@ -54,9 +55,11 @@ def cached_call(*, grad: bool) -> dict[str, timing.Timing]:
 
 
 def plan_cost() -> dict[str, timing.Timing]:
-    """The same convolution and its training step, natively and through a plan that runs the same native calls."""
-    plain, planned = nn.Conv2d(1, 1, 3, padding=1), nn.Conv2d(1, 1, 3, padding=1)
+    """The same convolution and its training step: natively, through a plan in Python that runs the same native calls,
+    and by a C kernel, whose cached calls run outside Python where `convselect build` has been run."""
+    plain, planned, kernel = (nn.Conv2d(1, 1, 3, padding=1) for _ in range(3))
     convselect.convert(planned, policy="native_contiguous")
+    convselect.convert(kernel, policy="direct")
     x = torch.randn(1, 1, 8, 8)
     leaf = torch.randn(1, 1, 8, 8, requires_grad=True)
 
@@ -65,7 +68,7 @@ def plan_cost() -> dict[str, timing.Timing]:
             return layer(x)
 
     calls = {}
-    for name, layer in (("native", plain), ("plan", planned)):
+    for name, layer in (("native", plain), ("plan in Python", planned), ("C kernel", kernel)):
         calls[f"forward, no grad, {name}"] = repeated(lambda layer=layer: without_grad(layer))
         calls[f"forward, grad, {name}"] = repeated(lambda layer=layer: layer(leaf))
         calls[f"forward and backward, {name}"] = repeated(lambda layer=layer: layer(leaf).sum().backward())
@@ -108,6 +111,7 @@ def choices() -> dict[str, timing.Timing]:
 def main() -> None:
     torch.set_num_threads(1)
     print(json.dumps(run_environment()))
+    print(f"cached calls run {'outside' if cached.is_live() else 'in'} Python")
     for grad in (False, True):
         times = cached_call(grad=grad)
         stock = times["stock"]

@@ -11,6 +11,7 @@ import torch
 
 from convselect.base import settings, warnings
 from convselect.kernels.triton import launch
+from convselect.store import extension
 
 # What the user has calibrated or stored must not decide what tests see; processes that tests start inherit this.
 # And what is chosen must not depend on a clock: trials on real calls, the default, have tests of their own. (All others
@@ -19,7 +20,10 @@ os.environ["CONVSELECT_POLICY"] = os.environ.get("CONVSELECT_TEST_POLICY", "auto
 settings.set_defaults(os.environ["CONVSELECT_POLICY"])  # pytest's own configuration has imported the package already
 # Given once per process, so by whichever test exports first; test_interplay.py has one of its own for it.
 warnings._given.add("export")
+_built = extension.found()
 os.environ["CONVSELECT_CACHE"] = tempfile.mkdtemp(prefix="convselect-tests-")
+if _built is not None:  # for the processes that tests start
+    os.symlink(_built, os.path.join(os.environ["CONVSELECT_CACHE"], _built.name))
 # Threads wait for others asleep: beside another worker's tests, spinning costs several times what they compute. (OpenMP
 # reads this when it is loaded, so it holds in the workers of xdist and in processes that tests start.)
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -80,7 +80,7 @@ def racing(store: Path | str = "off") -> Iterator[dict[str, Timed]]:
             patch.setitem(BY_NAME, name, algorithm)
         for name in ("_wall_ns", "_thread_ns"):
             patch.setattr(live_trial, name, clock)
-        patch.setattr(live_trial, "plan_cost_us", lambda problem, native_us: 25.0)
+        patch.setattr(live_trial, "plan_cost_us", lambda problem, native_us, names: 25.0)
         patch.setattr(trial, "EARLY_ROUNDS", trial.MIN_ROUNDS)  # time to look at an open trial
         predictor = Likes(SLOW, QUICK)
         patch.setattr(loaded, "get", lambda: predictor)

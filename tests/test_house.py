@@ -33,7 +33,7 @@ def test_a_call_passes_few_files():
     found = house.calls()
     assert found["cached"]["files"] <= 8, found["cached"]
     assert found["cached"]["frames"] <= 25, found["cached"]
-    assert found["first"]["files"] <= 24, found["first"]
+    assert found["first"]["files"] <= 25, found["first"]
 
 
 def test_algorithms_never_import_each_other():

@@ -75,20 +75,7 @@ class Conv2dFunction(_Function):
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
-        need_x, need_weight, need_bias, _ = ctx.needs_input_grad
-        grad_x: Tensor | None = None
-        grad_weight: Tensor | None = None
-        grad_bias: Tensor | None = None
-        if torch.is_grad_enabled() or in_functorch():
-            if need_x:
-                grad_x = BackwardDataFunction.apply(grad_y, weight, ctx.plan)
-            if need_weight:
-                grad_weight = BackwardWeightFunction.apply(x, grad_y, ctx.plan)
-        else:
-            grad_x, grad_weight, grad_bias = ctx.plan.backward(grad_y, x, weight, (need_x, need_weight, need_bias))
-        if need_bias and grad_bias is None:
-            grad_bias = _sum_per_channel(grad_y)
-        return grad_x, grad_weight, grad_bias, None
+        return (*gradients(ctx.plan, grad_y, x, weight, ctx.needs_input_grad[:3]), None)
 
     @staticmethod
     def jvp(ctx: Any, x_t: Tensor | None, weight_t: Tensor | None, bias_t: Tensor | None, _: Any) -> Any:  # type: ignore[override]
@@ -108,6 +95,26 @@ class Conv2dFunction(_Function):
         else:
             y = _fold(B, plan, (x, x_dim), (weight, weight_dim), Conv2dFunction, lambda a, b, p: (a, b, None, p))
         return _plus_batched_bias(y, bias, bias_dim), 0
+
+
+def gradients(
+    plan: ConvOps, grad_y: Tensor, x: Tensor, weight: Tensor, needed: tuple[bool, bool, bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(grad_x, grad_weight, grad_bias), None if not needed; differentiable if gradients are recorded."""
+    need_x, need_weight, need_bias = needed
+    grad_x: Tensor | None = None
+    grad_weight: Tensor | None = None
+    grad_bias: Tensor | None = None
+    if torch.is_grad_enabled() or in_functorch():
+        if need_x:
+            grad_x = BackwardDataFunction.apply(grad_y, weight, plan)
+        if need_weight:
+            grad_weight = BackwardWeightFunction.apply(x, grad_y, plan)
+    else:
+        grad_x, grad_weight, grad_bias = plan.backward(grad_y, x, weight, needed)
+    if need_bias and grad_bias is None:
+        grad_bias = _sum_per_channel(grad_y)
+    return grad_x, grad_weight, grad_bias
 
 
 class BackwardDataFunction(_Function):
@@ -190,6 +197,26 @@ class BackwardWeightFunction(_Function):
         return BackwardWeightFunction.apply(x, grad_y, folded).unflatten(0, (B, K)), 0
 
 
+def transposed_gradients(
+    plan: TransposedOps, grad_y: Tensor, x: Tensor, weight: Tensor, needed: tuple[bool, bool, bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """As `gradients`, of a transposed convolution."""
+    need_x, need_weight, need_bias = needed
+    grad_x: Tensor | None = None
+    grad_weight: Tensor | None = None
+    if torch.is_grad_enabled() or in_functorch():
+        if need_x:
+            grad_x = Conv2dFunction.apply(grad_y, weight, None, plan)
+        if need_weight:
+            grad_weight = BackwardWeightFunction.apply(grad_y, x, plan)
+    else:
+        if need_x:
+            grad_x = plan.forward(grad_y, weight, None)
+        if need_weight:
+            _, grad_weight, _ = plan.backward(x, grad_y, None, (False, True, False))
+    return grad_x, grad_weight, _sum_per_channel(grad_y) if need_bias else None
+
+
 class ConvTransposeFunction(_Function):
     """y = backward_data(x, weight) + bias: a transposed convolution is the grad-input map of the convolution that its
     plan describes, whose y is this x. So its gradients are that convolution's other two maps."""
@@ -207,20 +234,7 @@ class ConvTransposeFunction(_Function):
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
-        need_x, need_weight, need_bias, _ = ctx.needs_input_grad
-        grad_x: Tensor | None = None
-        grad_weight: Tensor | None = None
-        if torch.is_grad_enabled() or in_functorch():
-            if need_x:
-                grad_x = Conv2dFunction.apply(grad_y, weight, None, ctx.plan)
-            if need_weight:
-                grad_weight = BackwardWeightFunction.apply(grad_y, x, ctx.plan)
-        else:
-            if need_x:
-                grad_x = ctx.plan.forward(grad_y, weight, None)
-            if need_weight:
-                _, grad_weight, _ = ctx.plan.backward(x, grad_y, None, (False, True, False))
-        return grad_x, grad_weight, _sum_per_channel(grad_y) if need_bias else None, None
+        return (*transposed_gradients(ctx.plan, grad_y, x, weight, ctx.needs_input_grad[:3]), None)
 
     @staticmethod
     def jvp(ctx: Any, x_t: Tensor | None, weight_t: Tensor | None, bias_t: Tensor | None, _: Any) -> Any:  # type: ignore[override]

@@ -33,6 +33,8 @@ class LRU:
         self.capacity = capacity
         self.entries: dict[Hashable, Any] = {}
         self.clock = 0
+        self.followers: list[Callable[[], object]] = []
+        """Called after an entry was taken out before its time: whoever else holds it lets go of it."""
         self._lock = threading.Lock()
         _ALL.add(self)
 
@@ -55,6 +57,15 @@ class LRU:
     def clear(self) -> None:
         with self._lock:
             self.entries.clear()
+        self._tell()
+
+    def remove(self, key: Hashable) -> None:
+        self.entries.pop(key, None)
+        self._tell()
+
+    def _tell(self) -> None:
+        for follower in self.followers:
+            follower()
 
     def _after_fork_in_child(self) -> None:
         # Another thread of the parent may have held the lock; the dict is consistent, since this thread held the GIL.

@@ -17,7 +17,9 @@ from convselect.kernels import _library
 from convselect.kernels._contract import Algorithm
 from convselect.kernels.pool import ALL
 from convselect.machine.environment import run_environment
+from convselect.measure import plan_cost
 from convselect.measure.self_test import PROBES
+from convselect.store import extension
 
 BUSY_PERCENT = 40.0
 """Share of one processor from which another process is said to be busy."""
@@ -88,6 +90,18 @@ def why_no_library() -> tuple[str, str]:
     except (OSError, AttributeError) as error:
         return f"{path} cannot be loaded: {error}", again
     return f"{path} is of another version ({abi}, not {_library.ABI})", again
+
+
+def why_in_python() -> str | None:
+    """Why cached calls go through Python, and what to do; None if they do not."""
+    if plan_cost.outside_python:
+        return None
+    if extension.is_off():
+        return "CONVSELECT_NO_EXTENSION is set"
+    if extension.found() is not None:
+        return "what was compiled for them could not be loaded; `convselect build` compiles it again"
+    has = "" if extension.compiler() else ", once there is a C++ compiler"
+    return f"nothing is compiled for torch {torch.__version__}; `convselect build` does that in half a minute{has}"
 
 
 def moved_revisions(card: Any) -> dict[str, tuple[int, int]]:

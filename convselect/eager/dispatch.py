@@ -17,6 +17,7 @@ from convselect.base import settings as _settings
 from convselect.base.settings import Settings
 from convselect.base.shortage import is_out_of_memory
 from convselect.choice.choose import NATIVE
+from convselect.eager import cached
 from convselect.eager.execute import give_back
 from convselect.eager.plan import ALL_NATIVE, make_plan, plans
 from convselect.kernels import _cuda_flags
@@ -50,9 +51,13 @@ def dispatcher(native: Call, make: Maker) -> Any:
     Args:
         native: aten's own, which computes what is left to it.
         make: makes the plan for a new kind of call; None if the call is aten's alone.
+
+    The function takes a list as `seen`, too, to which it appends the plan that it goes by.
     """
 
-    def dispatch(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Any, policy: str | None = None) -> Tensor:
+    def dispatch(
+        x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Any, policy: str | None = None, seen: Any = None
+    ) -> Tensor:
         settings = _current_settings()
         if policy is not None:
             settings = _settings.with_policy(settings, policy)
@@ -73,13 +78,15 @@ def dispatcher(native: Call, make: Maker) -> Any:
                 plain: Any = tuple(tuple(v) if isinstance(v, list | torch.Size) else v for v in geometry)
                 if all(a is b for a, b in zip(plain, geometry, strict=True)):
                     return native(x, weight, bias, *geometry)
-                return dispatch(x, weight, bias, plain, policy)
+                return dispatch(x, weight, bias, plain, policy, seen)
             if plan is None:
                 plan = _new_plan(make, key, x, weight, bias, geometry, settings)
             else:
                 plan.age = plans.clock
         else:
             _refuse_subclasses(settings, x, weight, bias)
+        if seen is not None:
+            seen.append(plan)
         left = plan.native
         if left:
             if left is not True:
@@ -130,7 +137,7 @@ def _refuse_subclasses(settings: Settings, x: Any, weight: Any, bias: Any) -> No
         raise NotApplicable(f"{settings.policy} cannot do this convolution: tensor subclasses are left to PyTorch")
 
 
-conv2d = dispatcher(torch.conv2d, make_plan)
+conv2d = cached.in_front_of(dispatcher(torch.conv2d, make_plan), 2)
 """As `torch.conv2d(x, weight, bias, *geometry)`; see `convselect.conv2d`, which is this with its documentation."""
 
 __all__ = ["conv2d", "dispatcher"]

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from convselect.aten.arguments import one_row, problem_of, transposed_gradients_of, transposed_problem
-from convselect.aten.autograd import ConvTransposeFunction
+from convselect.aten.autograd import ConvTransposeFunction, transposed_gradients
 from convselect.aten.strides import ResultStrides, transposed_strides
 from convselect.base.problem import ConvProblem, Direction
 from convselect.base.settings import Settings
+from convselect.eager import cached
 from convselect.eager.dispatch import dispatcher
 from convselect.eager.execute import execute
 from convselect.eager.plan import Plan, as_unbatched, is_legacy_batched, plan_for
@@ -30,6 +31,8 @@ class TransposedPlan(Plan):
     __slots__ = ()
     aten = torch.conv_transpose2d
     function = ConvTransposeFunction
+    gradients = staticmethod(transposed_gradients)
+    transposes = True
     strides_of = staticmethod(transposed_strides)
     expected = staticmethod(transposed_gradients_of)
 
@@ -99,6 +102,7 @@ class _OneRow:
     """Operands and results of one dimension, for a plan of two."""
 
     __slots__ = ()
+    one_row = True
 
     def __init__(self, problem: ConvProblem, settings: Settings, strides: ResultStrides) -> None:
         super().__init__(problem, settings, strides)  # type: ignore[call-arg]
@@ -185,8 +189,8 @@ def _with_height(shape: tuple[int, ...]) -> tuple[int, ...]:
 Plan1d.make = staticmethod(make_1d)
 TransposedPlan1d.make = staticmethod(make_transposed_1d)
 
-conv1d = dispatcher(torch.conv1d, make_1d)
-conv_transpose1d = dispatcher(torch.conv_transpose1d, make_transposed_1d)
-conv_transpose2d = dispatcher(torch.conv_transpose2d, make_transposed)
+conv1d = cached.in_front_of(dispatcher(torch.conv1d, make_1d), 1)
+conv_transpose1d = cached.in_front_of(dispatcher(torch.conv_transpose1d, make_transposed_1d), 1, transposed=True)
+conv_transpose2d = cached.in_front_of(dispatcher(torch.conv_transpose2d, make_transposed), 2, transposed=True)
 
 __all__ = ["conv1d", "conv_transpose1d", "conv_transpose2d"]

@@ -34,7 +34,7 @@ from convselect.choice.choose import NATIVE, Choice
 from convselect.choice.trial import OnTrial, Outcome, Prior, Trial
 from convselect.kernels import _library
 from convselect.kernels.pool import BY_NAME
-from convselect.measure.rows import plan_cost_us
+from convselect.measure.plan_cost import plan_cost_us
 from convselect.store import process
 from convselect.store.decision import Decision
 
@@ -122,7 +122,8 @@ class LiveTrial:
         """False if a candidate was left out for a temporary reason."""
         # From the sizes alone: Python hashes texts differently in every process.
         seed = hash(problem[1:17])
-        self.trial = Trial(candidates, favourite=favourite, cost_us=partial(plan_cost_us, problem), seed=seed)
+        cost_us = partial(plan_cost_us, problem, names=tuple(candidates))
+        self.trial = Trial(candidates, favourite=favourite, cost_us=cost_us, seed=seed)
         self.waits = 0
         """Calls of native before the trial goes on. They have been counted as its calls already."""
         # The one clock of this decision. On one thread, time of that thread, which neighbours on the machine disturb
@@ -362,7 +363,7 @@ class LiveTrial:
         elif name == NATIVE:
             self._native_us = us
         elif self._native_us is not None:
-            cost_us = plan_cost_us(self.problem, self._native_us)
+            cost_us = plan_cost_us(self.problem, self._native_us, (name,))
             self._gains.append(math.log(self._native_us / (us + cost_us)))
             self._native_us = None
             self._judge_again()
@@ -398,7 +399,7 @@ class LiveTrial:
         native_us, gain = self.trial.native_us, self.current.gain
         if native_us is None or not gain:
             return 0.0
-        cost_us = 0.0 if self.current.algorithm == NATIVE else plan_cost_us(self.problem, native_us)
+        cost_us = plan_cost_us(self.problem, native_us, (self.current.algorithm,))
         return native_us * (1 - 1 / gain) + cost_us
 
     def leave_to_native(self, reason: str) -> None:

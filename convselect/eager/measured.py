@@ -14,7 +14,7 @@ from convselect.choice.choose import NATIVE, Choice
 from convselect.choice.trial import Measured
 from convselect.eager.live_trial import keep
 from convselect.kernels.pool import ALL
-from convselect.measure.rows import plan_cost_us
+from convselect.measure.plan_cost import plan_cost_us
 
 DEADLINE_S = 2.0
 """Time for one problem's timed rounds; two rounds are run in any case."""
@@ -49,8 +49,7 @@ def measured(problem: ConvProblem, settings: Settings) -> Choice | None:
     native_us = times.get(NATIVE)
     if native_us is None:
         return None
-    cost_us = plan_cost_us(problem, native_us)
-    times = {name: us if name == NATIVE else us + cost_us for name, us in times.items()}
+    times = {name: us + plan_cost_us(problem, native_us, (name,)) for name, us in times.items()}
     best = min(times, key=lambda name: times[name])
     memory_limited = any(isinstance(reason, Shortage) for reason in refused.values())
     rounds = next(row.rounds for row in rows if row.algorithm == best)

@@ -20,7 +20,7 @@ from convselect.aten.arguments import (
     valid,
     wants_direct_sums,
 )
-from convselect.aten.autograd import Conv2dFunction
+from convselect.aten.autograd import Conv2dFunction, gradients
 from convselect.aten.strides import ResultStrides, result_strides, with_strides
 from convselect.base.lru import LRU, Entry, on_clear
 from convselect.base.problem import DTYPE_NAMES, ConvProblem, Direction, layout_of
@@ -32,7 +32,7 @@ from convselect.eager.resolve import Found, choice_for, eager_choice, found_for
 from convselect.kernels._contract import NotApplicable
 from convselect.kernels._native_ops import native_backward, native_forward, overruns_in_channels_last
 from convselect.kernels.pool import BY_NAME
-from convselect.measure.rows import step_cost_us
+from convselect.measure.plan_cost import step_cost_us
 
 # Looked up once: each of these is read on every call.
 _grad_enabled = torch.is_grad_enabled
@@ -191,6 +191,9 @@ class Plan(Entry):
     # What kinds of convolutions differ in.
     aten: Any = torch.conv2d
     function: Any = Conv2dFunction
+    gradients: Any = staticmethod(gradients)
+    one_row = False
+    transposes = False
     make: Any = staticmethod(make_plan)
     strides_of: Any = staticmethod(result_strides)
 
@@ -336,17 +339,18 @@ class Plan(Entry):
         if not left or len(trials) < len(left):
             return  # what has no trial here is known to gain from elsewhere
         slowest_us = max(found.trial.native_us or 0.0 for found in held.values() if isinstance(found, LiveTrial))
-        if sum(trial.saved_us for trial in trials) < step_cost_us(slowest_us):
+        names = [trial.current.algorithm for trial in trials]
+        if sum(trial.saved_us for trial in trials) < step_cost_us(slowest_us, names):
             for trial in trials:
                 trial.leave_to_native("a training step gains less than leaving native costs it")
-            plans.entries.pop(self.key, None)
+            plans.remove(self.key)
 
     def _forget_if_native(self, choice: Choice) -> None:
         """After a trial that native won, the plan is native's all through; with gradients the next call finds out."""
         if choice.algorithm != NATIVE:
             return
         if self.needs_grad or self.settings.batch_invariant or self.unbatched:
-            plans.entries.pop(self.key, None)
+            plans.remove(self.key)
         elif plans.entries.get(self.key) is self:
             plans.entries[self.key] = native = _Native()
             native.key, native.age = self.key, plans.clock

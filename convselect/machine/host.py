@@ -39,6 +39,11 @@ def family_of_host(capability: str, machine: str | None = None, c_kernels: bool 
     return f"cpu-{_MACHINES.get(machine, machine)}-{capability.lower().replace(' ', '-')}{suffix}"
 
 
+def has_c_kernels(family: str | None) -> bool:
+    """Whether a device family's times are those of the C kernels."""
+    return family is not None and family.endswith("-c")
+
+
 def family_of_cuda(capability: tuple[int, int]) -> str:
     """Name of a GPU's device family by its compute capability, for example "cuda-sm90". Cards of one
     capability differ in size and bandwidth, but have the same fast paths."""

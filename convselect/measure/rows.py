@@ -15,34 +15,6 @@ from convselect.base.problem import ConvProblem, Direction
 NATIVE = "native"
 STATUSES = ("ok", "wrong", "failed", "censored")
 
-PLAN_COST_US = {Direction.FORWARD: 25.0, Direction.BACKWARD_DATA: 60.0, Direction.BACKWARD_WEIGHT: 60.0}
-"""Overhead per call of running an algorithm through a plan: `python -m benchmarks.overhead` prints it. It decides the
-choice for tiny problems. Times in rows do not include it."""
-COLD_SHARE, COLD_MOST_US = 0.055, 150.0
-"""What the same costs in a program: this share of native's time, at most so many us. A convolution leaves nothing of
-Python's in the processor's caches, and each of its functions then takes four to seven times as long. Measured between
-convolutions of 0.2 to 35 ms, under AVX2 and AVX-512: 0.03 to 0.08."""
-PLAN_COST_CUDA_US = 3.0
-"""The same on a GPU, whose queue hides most of the host's overhead. A guess, not measured."""
-
-
-def plan_cost_us(problem: ConvProblem, native_us: float) -> float:
-    """Overhead per call of leaving native, in a program."""
-    if problem.device != "cpu":
-        return PLAN_COST_CUDA_US
-    return max(PLAN_COST_US[problem.direction], min(COLD_SHARE * native_us, COLD_MOST_US))
-
-
-def step_cost_us(native_us: float) -> float:
-    """Overhead of a forward and backward pass of which any direction leaves native, on a CPU in a program: all of them
-    go through the plan then. Measured on layers of which one direction takes native 0.08 to 10 ms.
-
-    Args:
-        native_us: native's time in the slowest direction.
-    """
-    return 80.0 + min(0.2 * native_us, 300.0)
-
-
 KERNEL_CLASSES = ("1x1", "3x3", "strided", "depthwise", "grouped", "large", "other")
 
 

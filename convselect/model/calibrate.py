@@ -28,7 +28,8 @@ from convselect.kernels.pool import ALL
 from convselect.machine import host
 from convselect.machine.environment import cpu_fingerprint
 from convselect.measure.measure import measure_problem
-from convselect.measure.rows import NATIVE, PLAN_COST_US, Row
+from convselect.measure.plan_cost import fixed_cost_us
+from convselect.measure.rows import NATIVE, Row
 from convselect.model.inference import Calibration, Predictor
 from convselect.model.loaded import calibration_path, digest, nearest_artifact
 
@@ -83,10 +84,10 @@ def gains_of(rows: Sequence[Row], predictor: Predictor) -> list[tuple[str, float
     prediction = predictor.predict(rows[0].problem)
     if NATIVE not in times or prediction is None:
         return []
-    cost = PLAN_COST_US[rows[0].problem.direction]
+    problem = rows[0].problem
     known = set(prediction.names) - {NATIVE}
     return [
-        (name, float(np.log(times[NATIVE] / (us + cost))), prediction.log_gain(name))
+        (name, float(np.log(times[NATIVE] / (us + fixed_cost_us(problem, name)))), prediction.log_gain(name))
         for name, us in times.items()
         if name in known
     ]

@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, conv_problem
-from convselect.measure.rows import NATIVE, PLAN_COST_CUDA_US, PLAN_COST_US, Row, read_text
+from convselect.measure.plan_cost import PLAN_COST_CUDA_US, PLAN_COST_US, computes_in_c
+from convselect.measure.rows import NATIVE, Row, read_text
 from convselect.store.times import read_times
 
 
@@ -109,13 +110,15 @@ class Table:
         """The column of "native"; None if there is none."""
         return self.names.index(NATIVE) if NATIVE in self.names else None
 
-    def with_plan_costs(self) -> Table:
-        """The table with the cost of running through a plan added to every time but native's, which needs no plan."""
+    def with_plan_costs(self, *, free_in_c: bool = False) -> Table:
+        """The table with the cost of running through a plan added to every time but native's, which needs no plan.
+
+        Args:
+            free_in_c: for calls that run outside Python: C kernels cost nothing more either.
+        """
         costs_us = [PLAN_COST_US[p.direction] if p.device == "cpu" else PLAN_COST_CUDA_US for p in self.problems]
-        times_us = self.times_us + np.array(costs_us)[:, None]
-        if self.native is not None:
-            times_us[:, self.native] = self.times_us[:, self.native]
-        return replace(self, times_us=times_us)
+        paying = [name != NATIVE and not (free_in_c and computes_in_c(name)) for name in self.names]
+        return replace(self, times_us=self.times_us + np.outer(costs_us, paying))
 
     def part(self, members: npt.NDArray[Any]) -> Table:
         """The table of some of its problems: a mask or indices (m,)."""

@@ -26,6 +26,7 @@ from msgspec import Meta
 from convselect.base.problem import ConvProblem
 from convselect.base.warnings import warn_once
 from convselect.machine.host import SIXTEEN_BIT_FLAGS
+from convselect.measure import plan_cost
 from convselect.model import _archive
 from convselect.model._archive import Array
 from convselect.model._archive import ArtifactError as ArtifactError  # other files import it from here
@@ -85,6 +86,7 @@ class Card:
             on what those do not cover.
         sharpness: factor on predicted log gains before the softmax that gives each algorithm's probability of being
             the fastest, fitted on held-out problems; None: that of the training target, `alpha`.
+        native_line: `targets.native_line`, if the times of C kernels have no cost of a plan; else empty.
     """
 
     family: _Name
@@ -102,6 +104,7 @@ class Card:
     figures: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     limits: str = ""
     sharpness: _Positive | None = None
+    native_line: tuple[float, ...] = ()
     tf32: bool = False
     feature_names: tuple[str, ...] = FEATURE_NAMES
     features_version: _Whole = FEATURES_VERSION
@@ -310,12 +313,16 @@ class Predictor:
         # threads beyond those measured, the required gain is half as large again.
         doublings = max(0.0, math.log2(problem.threads / max(self.card.threads)))
         margin = self.margin + doublings * LOG_GAIN_PER_UNSEEN_DOUBLING
+        line = () if plan_cost.outside_python else card.native_line
+        ln_native_us = float(np.dot(x, line[:-1])) + line[-1] if line else 0.0  # before the network overwrites x
         logits = self._run(x).tolist()
         if not max(logits) - min(logits) <= MOST_LOG_GAIN * card.alpha:
             warn_once(
                 "artifact", "convselect: the model's predictions make no sense; where they do not, native is chosen."
             )
             return None
+        if line:
+            logits = plan_cost.charged(problem, card.algorithm_names, logits, card.alpha, ln_native_us)
         names, known = self.card.algorithm_names, self._known(kinds(problem))
         if len(known) < len(names):
             names, logits = tuple(names[i] for i in known), [logits[i] for i in known]

@@ -107,6 +107,8 @@ def perturbed(problem: ConvProblem, rng: np.random.Generator) -> ConvProblem:
     least_h = max(1, p.kernel_extent[0] - p.pad_top - p.pad_bottom)
     least_w = max(1, p.kernel_extent[1] - p.pad_left - p.pad_right)
     H, W = max(least_h, round(p.H * zoom)), max(least_w, round(p.W * zoom))
+    if p.H == p.R == 1:  # of one dimension, and stays so
+        H = 1
 
     def scaled(channels: int, step: int) -> int:
         steps: int = max(1, round(channels * width / step))

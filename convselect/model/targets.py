@@ -107,3 +107,25 @@ def loss_of(name: str, alpha: float) -> Loss:
     if name not in losses:
         raise ValueError(f"target must be one of {', '.join(TARGETS)}, not {name!r}")
     return losses[name]
+
+
+RIDGE = 1e-3
+LOWERED = 0.25
+"""Share of the measured times that the estimate exceeds."""
+
+
+def native_line(x: npt.NDArray[np.float32], native_us: npt.NDArray[np.float64]) -> tuple[float, ...]:
+    """Weights of the features, (n_features + 1,) with the constant last, of ln(native's time in us).
+
+    Args:
+        x: raw features (n, n_features). native_us: (n,); NaN if not measured.
+    """
+    known = np.isfinite(native_us)
+    design, target = np.asarray(x[known], np.float64), np.log(native_us[known])
+    mean, scale = design.mean(0), np.maximum(design.std(0), 1e-6)
+    scaled = (design - mean) / scale
+    normal = scaled.T @ scaled + RIDGE * len(target) * np.eye(x.shape[1])
+    weights = np.linalg.solve(normal, scaled.T @ (target - target.mean())) / scale
+    constant = target.mean() - mean @ weights
+    constant += np.quantile(target - design @ weights - constant, LOWERED)
+    return tuple(round(float(value), 6) for value in (*weights, constant))

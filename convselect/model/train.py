@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from convselect.base.problem import ConvProblem
+from convselect.machine.host import has_c_kernels
 from convselect.measure.measure import threads
 from convselect.measure.rows import kernel_class
 from convselect.model import reformer
@@ -40,7 +41,7 @@ from convselect.model.evaluate import (
 )
 from convselect.model.features import FEATURE_NAMES, features, kinds
 from convselect.model.inference import Card, Predictor, artifact_path, save
-from convselect.model.targets import loss_of, probabilities
+from convselect.model.targets import loss_of, native_line, probabilities
 from convselect.store.store import is_store
 
 MIN_PROBLEMS_PER_DTYPE = 30
@@ -200,7 +201,7 @@ def read_measured(paths: Sequence[str | Path]) -> tuple[Table, dict[str, Any]]:
         )  # fmt: skip
         return whole, {"family": None, "host_flags": {}, "device": ", ".join(sorted(set(whole.models))), "torch": ""}
     rows, machine = read_measurements(paths)
-    return Table.from_rows(rows).with_plan_costs(), machine
+    return Table.from_rows(rows).with_plan_costs(free_in_c=has_c_kernels(machine["family"])), machine
 
 
 def is_foreign(path: str | Path) -> bool:
@@ -249,6 +250,7 @@ def train(
         alpha=recipe.alpha,
         margin=best_margin(gains, times, table.native),
         sharpness=best_sharpness(gains, times),
+        native_line=_line(x, learnt) if has_c_kernels(machine["family"]) else (),
         dtypes=dtypes,
         device=table.problems[0].device if machine["family"] else family,
         tf32=any(problem.tf32 for problem in table.problems),
@@ -271,6 +273,10 @@ def train(
     save(path, card, reformer.fold(model))
     _compare(Predictor.load(path), model, x, recipe.alpha, table.native)
     return card
+
+
+def _line(x: Tensor, table: Table) -> tuple[float, ...]:
+    return native_line(x.numpy(), table.times_us[:, table.native or 0])
 
 
 def _described(table: Table, learnt: Table) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from convselect.machine.environment import run_environment
+from convselect.measure import plan_cost
 from convselect.measure.rows import NATIVE
 from convselect.model import evaluate as ev
 from convselect.model.dataset import Table, is_wide, read_wide
@@ -253,6 +254,6 @@ def _read(path: Path) -> _Found:
 
 def _table(rows: Sequence[Row]) -> Table | None:
     try:
-        return Table.from_rows(rows).with_plan_costs()
+        return Table.from_rows(rows).with_plan_costs(free_in_c=plan_cost.outside_python)
     except ValueError:  # nothing was measured with native and another algorithm
         return None

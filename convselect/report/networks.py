@@ -22,7 +22,8 @@ from convselect.eager.live_trial import LiveTrial
 from convselect.eager.resolve import eager_choice
 from convselect.explain import explain_problem
 from convselect.machine.environment import run_environment
-from convselect.measure.rows import NATIVE, PLAN_COST_US
+from convselect.measure.plan_cost import fixed_cost_us
+from convselect.measure.rows import NATIVE
 from convselect.model import loaded
 from convselect.report.end_to_end import EndToEnd, Spread, end_to_end, step
 from convselect.store import process
@@ -128,7 +129,7 @@ class Layer:
             return None
         timed = {c.algorithm: us for c in self.candidates if c.kind == self.kind and (us := _known_us(c)) is not None}
         best = min(timed, key=lambda name: timed[name])
-        cost_us = PLAN_COST_US[self.problem.direction] if self.algorithm == NATIVE else 0.0
+        cost_us = fixed_cost_us(self.problem, best) if self.algorithm == NATIVE else 0.0
         if (timed[best] + cost_us) * NOISE > self.chosen_us:
             return None
         return next(c for c in self.candidates if c.algorithm == best)

@@ -21,7 +21,7 @@ from convselect.choice.choose import NATIVE
 from convselect.kernels._contract import Algorithm
 from convselect.kernels.pool import BY_NAME
 from convselect.measure import measure
-from convselect.measure.rows import PLAN_COST_US
+from convselect.measure.plan_cost import fixed_cost_us
 from convselect.tune.programs import Program
 from convselect.tune.records import Measured
 
@@ -175,6 +175,5 @@ def params_of(
 
 
 def _with_cost(t: timing.Timing, problem: ConvProblem, program: Program) -> timing.Timing:
-    if program.algorithm == NATIVE:
-        return t
-    return timing.Timing(tuple(us + PLAN_COST_US[problem.direction] for us in t.samples_us))
+    cost_us = fixed_cost_us(problem, program.algorithm)
+    return timing.Timing(tuple(us + cost_us for us in t.samples_us))

@@ -35,7 +35,7 @@ def race(monkeypatch, store):
         monkeypatch.setitem(BY_NAME, name, algorithm)
     monkeypatch.setattr(live_trial, "_wall_ns", race.clock)
     monkeypatch.setattr(live_trial, "_thread_ns", race.clock)
-    monkeypatch.setattr(live_trial, "plan_cost_us", lambda problem, native_us: 25.0)
+    monkeypatch.setattr(live_trial, "plan_cost_us", lambda problem, native_us, names: 25.0)
     monkeypatch.setattr(resolve, "trusted", lambda algorithm, problem: algorithm.name in race.trusted)
     monkeypatch.setattr(loaded, "get", lambda: race.model)
     monkeypatch.setattr(_warnings, "_given", set())

@@ -18,7 +18,8 @@ from convselect.base.problem import Direction, conv_problem
 from convselect.kernels.pool import BY_NAME
 from convselect.machine import host
 from convselect.machine.environment import cpu_fingerprint
-from convselect.measure.rows import KERNEL_CLASSES, PLAN_COST_US, Row, kernel_class
+from convselect.measure.plan_cost import fixed_cost_us
+from convselect.measure.rows import KERNEL_CLASSES, Row, kernel_class
 from convselect.model import calibrate, evaluate, loaded, train
 from convselect.model.inference import ARTIFACTS, ArtifactError, Calibration, Predictor, artifact_path
 
@@ -46,7 +47,7 @@ def as_predicted(predictor, off):
         for name in predictor.card.algorithm_names:
             if name in BY_NAME and BY_NAME[name].why_not(problem) is None:
                 gain = 0.0 if name == "native" else prediction.log_gain(name) + off.get(name, 0.0)
-                us = 1e5 * math.exp(-gain) - (0.0 if name == "native" else PLAN_COST_US[problem.direction])
+                us = 1e5 * math.exp(-gain) - fixed_cost_us(problem, name)
                 rows.append(Row("m", problem, name, 1, "ok", "thread", us, us, us, us, us, 9))
         return rows
 
