@@ -117,11 +117,12 @@ def _recipe(
     if bias is not None and not (bias.dtype == torch.float32 and bias.is_contiguous()):
         return None
     leading = algorithm._in_c(problem, found.params)
-    if leading is None or problem.layout not in _library.LAYOUTS:
+    if leading is None:
         return None
+    preferred = problem.layout if problem.layout in _library.LAYOUTS else CONTIGUOUS  # of copies of what is neither
     tune = () if found.params is None else algorithm._tune(problem, found.params)
     of_weight = problem.direction == Direction.BACKWARD_WEIGHT
-    a_layout, b_layout = _layout(a, problem.layout), _layout(b, problem.layout if of_weight else CONTIGUOUS)
+    a_layout, b_layout = _layout(a, preferred), _layout(b, preferred if of_weight else CONTIGUOUS)
     if plan.one_row and CHANNELS_LAST in (a_layout, b_layout):
         return None  # an image of one row in that order is no tensor without it
     call = _library._prepared(

@@ -81,7 +81,7 @@ def step(kind, operands, arguments, policy, wanted, grad_y=None):
     y = kind.ours(*leaves, policy=policy, **arguments)
     found = [y.detach()]
     if any(on and t is not None for t, on in zip(operands, wanted, strict=True)):
-        y.backward(torch.ones_like(y).cumsum(-1) if grad_y is None else grad_y)
+        y.backward(torch.ones_like(y).cumsum(-1) if grad_y is None else grad_y.expand_as(y))
         found += [None if t is None else t.grad for t in leaves]
     return found
 
@@ -122,6 +122,11 @@ def test_the_same_bits_and_strides(kind, case):
                         expected = step(kind, given, arguments, name, wanted)
                     for _ in range(CALLS):
                         assert_equal(step(kind, given, arguments, name, wanted), expected)
+            one = torch.ones((), dtype=dtype)  # as the gradient of a sum: one value, expanded
+            with in_python():
+                expected = step(kind, operands, arguments, name, (True,) * 3, one)
+            for _ in range(CALLS):
+                assert_equal(step(kind, operands, arguments, name, (True,) * 3, one), expected)
 
 
 @every_kind
