@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from convselect.base.settings import Settings, exactly
 from convselect.freeze.candidates import distance
 from convselect.freeze.chains import Step
-from convselect.freeze.program import Program, nodes_in, permutations
+from convselect.freeze.program import Program, nodes_in, views_of
 from convselect.freeze.remembered import Key, Remembered
 
 # The distance of two direct computations is about 1.4 times the error of either: 9 times the model's own error.
@@ -135,13 +135,14 @@ class Limits:
                 values[step.out] = program.function(step)(*operands, **options)
             else:
                 x, residual = (*operands, None)[:2]
-                forth, back = permutations(step)
+                views = views_of(step)
+                x, residual = views.of_x(x), views.of_residual(residual)
                 run = layer.native
                 if not by_pytorch:
-                    found = layer.candidates(x, back(residual), layout, settings)
+                    found = layer.candidates(x, residual, layout, settings)
                     direct = next((c for c in found if c.writes_out and c.tile == 0), found[0])
                     run = direct.bind(None, None, None)
-                values[step.out] = forth(run(x, back(residual)))
+                values[step.out] = views.of_result(run(x, residual))
                 layer.pin_chosen(None)
             for node in nodes_in((step.args, step.kwargs)):
                 if program.last_use[node] == i:

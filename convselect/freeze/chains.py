@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from convselect.freeze import borders, rows
 from convselect.freeze.algebra.constants import constant_nodes
 from convselect.freeze.capture import Captured, layer_name, owner
 from convselect.freeze.instructions import MOST_INPUTS, MOST_INSTRUCTIONS, instruction_of
@@ -55,7 +56,9 @@ class Layer:
         kind: "conv" or "linear".
         name: of the module; several layers may have the same.
         weight, bias: expressions of constants.
-        geometry: stride, padding, dilation, groups of a convolution.
+        geometry: stride, padding, dilation, groups of a convolution; of two dimensions, also if it has one. The
+            padding is (top, bottom, left, right) if it is not the same on both sides.
+        one_row: whether a convolution has one dimension: (N, C, L) is then an image of height 1, which is a view.
         slope: of a "leaky_relu" below 0.
         permuted: how result and residual of the step permute a linear layer's dimensions; None if they do not.
         folded: names of the tensors that the weight and the bias are made of.
@@ -71,6 +74,7 @@ class Layer:
     residual: bool = False
     permuted: tuple[int, ...] | None = None
     folded: tuple[str, ...] = ()
+    one_row: bool = False
 
     @property
     def norms(self) -> list[str]:
@@ -115,14 +119,21 @@ class Step:
         """See `Layer`."""
         return getattr(self.target, "permuted", None)
 
+    @property
+    def one_row(self) -> bool:
+        """See `Layer`."""
+        return getattr(self.target, "one_row", False)
+
 
 def steps_of(captured: Captured) -> list[Step]:
     """The graph as steps, each at the place of its last node."""
     graph = captured.graph
     _take_single_results(graph)
     _without_copies(graph)
-    captured.results = list(next(iter(reversed(graph.nodes))).args[0])  # type: ignore[arg-type]
+    rows.raised(graph)
     constants = constant_nodes(graph)
+    borders.into_layers([node for node in graph.nodes if _operands(node, constants) is not None])
+    captured.results = list(next(iter(reversed(graph.nodes))).args[0])  # type: ignore[arg-type]
     nodes = list(graph.nodes)
     steps: dict[Node, Step] = {}
     claimed: set[Node] = set(constants)
@@ -197,31 +208,51 @@ def meta_of(node: Node) -> Tensor:
 
 def _layer(node: Node, captured: Captured, constants: set[Node]) -> Layer | None:
     """The layer that this node is, without what follows; None if it is none that can be frozen."""
-    if node.op != "call_function":
+    operands = _operands(node, constants)
+    if operands is None:
         return None
-    geometry: tuple[Any, ...] = ()
+    weight, bias = operands[1:]
+    made_of = [source for part in (weight, bias) if part is not None for source in captured.constants.sources(part)]
+    folded = tuple(dict.fromkeys(str(source.target) for source in made_of))
+    found = Layer("linear", node.meta.get("layer") or layer_name(weight), weight, bias, folded=folded)
+    if node.target is _aten.convolution.default:
+        given: Any = node.args
+        found.kind, found.one_row = "conv", meta_of(weight).dim() == 3
+        sides = [[0, 0]] * found.one_row + borders.sides_of(node)
+        if all(before == after for before, after in sides):
+            padding = tuple(before for before, _ in sides)
+        else:
+            padding = tuple(size for pair in sides for size in pair)
+        found.geometry = (_in_two(given[3]), padding, _in_two(given[5]), given[8])
+    return found
+
+
+def _operands(node: Node, constants: set[Node]) -> tuple[Node, Node, Node | None] | None:
+    """x, weight and bias of a layer that can be frozen; None if this node is none."""
     given: Any = node.args
     if node.target is _aten.convolution.default:
-        x, weight, bias, stride, padding, dilation, transposed, _, groups = given
-        if transposed or weight.meta["val"].dim() != 4 or meta_of(x).dim() != 4:
+        x, weight, bias, *_ = given
+        dims = meta_of(weight).dim()
+        if given[6] or dims not in (3, 4) or meta_of(x).dim() != dims:
             return None
-        kind, geometry = "conv", (tuple(stride), tuple(padding), tuple(dilation), groups)
     elif node.target is _aten.linear.default:
         x, weight, bias = (*given, None)[:3]
-        kind = "linear"
     else:
         return None
     value = meta_of(weight)
     if x in constants or weight not in constants or not (bias is None or bias in constants):
         return None
     # A larger one is limited by memory bandwidth, and its packed copy would double its memory.
-    if kind == "linear" and value.numel() * value.element_size() > MAX_LINEAR_BYTES:
+    if value.dim() == 2 and value.numel() * value.element_size() > MAX_LINEAR_BYTES:
         return None
     if not value.is_floating_point() or meta_of(x).dtype != value.dtype:
         return None
-    made_of = [source for part in (weight, bias) if part is not None for source in captured.constants.sources(part)]
-    folded = tuple(dict.fromkeys(str(source.target) for source in made_of))
-    return Layer(kind, node.meta.get("layer") or layer_name(weight), weight, bias, geometry, folded=folded)
+    return x, weight, bias
+
+
+def _in_two(values: Any) -> tuple[int, ...]:
+    """Steps in one or two dimensions, as in two."""
+    return (1, *values) if len(values) == 1 else tuple(values)
 
 
 def _with_tail(node: Node, layer: Layer, claimed: set[Node]) -> tuple[list[Node], Node, Node | None]:
@@ -326,6 +357,6 @@ def why_not_frozen(module: nn.Module) -> str | None:
         return ""
     if isinstance(module, nn.modules.conv._ConvTransposeNd):
         return "a transposed convolution"
-    if module.weight.dim() != 4:
+    if module.weight.dim() > 4:
         return f"a convolution of {module.weight.dim() - 2} dimensions"
     return None

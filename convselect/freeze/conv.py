@@ -21,17 +21,30 @@ from convselect.kernels._native_ops import plainly_contiguous, wrong_in_channels
 
 
 class FrozenConv(FrozenLayer):
-    """activation(conv(x) + residual); x is (N, C, H, W)."""
+    """activation(conv(x) + residual); x is (N, C, H, W), of height 1 for a layer of one dimension."""
 
     def __init__(self, layer: Layer) -> None:
-        self.stride, self.padding, self.dilation, self.groups = layer.geometry
+        self.stride, padding, self.dilation, self.groups = layer.geometry
+        # PyTorch's own operations pad both sides alike; the rest are zeros that are put around x (as by `F.pad`).
+        self._zeros = None if len(padding) == 2 else (*padding[2:], *padding[:2])
+        self.padding = padding if self._zeros is None else (0, 0)
         super().__init__(layer)
 
+    def _folded(self) -> tuple[Tensor, Tensor | None]:
+        weight, bias = super()._folded()
+        return weight.unsqueeze(2) if self.layer.one_row else weight, bias
+
     def problem(self, x: Tensor) -> ConvProblem | None:
-        return problem_of(x, self.form, self.layer.geometry)
+        problem = problem_of(x, self.form, (self.stride, self.padding, self.dilation, self.groups))
+        if problem is None or self._zeros is None:
+            return problem
+        left, right, top, bottom = self._zeros
+        return problem._replace(pad_top=top, pad_bottom=bottom, pad_left=left, pad_right=right)
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return torch.conv2d(x, weight, bias, *self.layer.geometry)
+        if self._zeros is not None:
+            x = F.pad(x, self._zeros)
+        return torch.conv2d(x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
 
     def candidates(self, x: Tensor, residual: Tensor | None, layout: str, settings: Settings) -> list[Candidate]:
         problem = self.problem(x)
@@ -59,13 +72,13 @@ class FrozenConv(FrozenLayer):
 
     def _native(self, layout: str) -> Candidate:
         bias, memory_format, key = self.bias, FORMATS[layout], ("native", layout)
-        stride, padding, dilation, groups = self.layer.geometry
+        stride, padding, dilation, groups, zeros = self.stride, self.padding, self.dilation, self.groups, self._zeros
 
         def bind(*_: Tensor | None) -> Any:
             cell = self.packed(key, lambda: self.weight.contiguous(memory_format=memory_format))
 
             def run(x: Tensor, residual: Tensor | None = None) -> Tensor:
-                x = x.contiguous(memory_format=memory_format)
+                x = (x if zeros is None else F.pad(x, zeros)).contiguous(memory_format=memory_format)
                 y = torch.conv2d(x, cell[0], bias, stride, padding, dilation, groups)  # type: ignore[call-overload]
                 return self.finish(y, residual)
 

@@ -24,7 +24,7 @@ from convselect.freeze.candidates import Candidate, OtherForm, distance, timed
 from convselect.freeze.chains import Step
 from convselect.freeze.layer import FrozenLayer, Search
 from convselect.freeze.passes import maker_of
-from convselect.freeze.program import Program, Walk, nodes_in, permutations
+from convselect.freeze.program import Program, Walk, nodes_in, views_of
 from convselect.freeze.progress import bar
 from convselect.freeze.remembered import Key, Remembered
 from convselect.freeze.residual import Fused, fuse
@@ -163,7 +163,7 @@ def _network_key(program: Program, tensors: tuple[Tensor, ...], settings: Settin
     """What the choice of a layout is for: these operations on tensors of these kinds."""
     for step, layer in program.layers.items():
         node = step.args[0].meta["val"]
-        problem = layer.problem(torch.empty(node.shape, dtype=node.dtype, device="cpu"))
+        problem = layer.problem(views_of(step).of_x(torch.empty(node.shape, dtype=node.dtype, device="cpu")))
         if problem is not None:
             kinds = " ".join(f"{t.dtype} {tuple(t.shape)} {t.stride()}" for t in tensors)
             return Key("network", problem, f"{program.digest} {kinds}", settings)
@@ -248,14 +248,17 @@ def _choose_each(
             if maker is not None:
                 walk.makers[step] = maker
         else:
+            views = views_of(step)
             x, residual = (*operands, None)[:2]
-            if not _is_ours(x, step.kind) or not (residual is None or isinstance(residual, Tensor)):
+            if not isinstance(x, Tensor) or not isinstance(residual, Tensor | None):
                 return None
-            forth, back = permutations(step)
+            x, residual = views.of_x(x), views.of_residual(residual)
+            if not _is_ours(x, step.kind):
+                return None
             problem = layer.problem(x)
             walk.problems[step] = None if problem is None else problem._replace(layout=layout)
-            walk.candidates[step], y = layer.choose(x, back(residual), layout, search, limits.of(step))
-            value = forth(y)
+            walk.candidates[step], y = layer.choose(x, residual, layout, search, limits.of(step))
+            value = views.of_result(y)
             search.tick()
         values[step.out] = value
         walk.note(step.out, value)
@@ -294,8 +297,8 @@ def _with_blocks(program: Program, walk: Walk, search: Search) -> tuple[Program,
     return running, {**walk.candidates, **one}
 
 
-def _is_ours(x: Any, kind: str) -> bool:
-    return isinstance(x, Tensor) and (x.dim() == 4 if kind == "conv" else x.dim() > 1) and x.numel() > 0 and x.is_cpu
+def _is_ours(x: Tensor, kind: str) -> bool:
+    return (x.dim() == 4 if kind == "conv" else x.dim() > 1) and x.numel() > 0 and x.is_cpu
 
 
 def _same_kind(got: Any, want: Any) -> bool:

@@ -7,7 +7,7 @@ import functools
 import hashlib
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -318,16 +318,16 @@ class _Binding:
 
     def _bind_layer(self, step: Step, candidate: Candidate) -> None:
         x, residual = (*step.args, None)[:2]
-        forth, back = permutations(step)
+        views = views_of(step)
         fixed_x, fixed_residual = self.fixed.get(x), self.fixed.get(residual)  # type: ignore[arg-type]
         out = None
         if self._has_memory(step):
             out = self._memory(step.out)
-        given = None if fixed_residual is None else back(fixed_residual)
-        run: Run = candidate.bind(fixed_x, given, None if out is None else back(out))
-        if step.permuted is not None and not hasattr(run, "bound"):
+        given_x = None if fixed_x is None else views.of_x(fixed_x)
+        run: Run = candidate.bind(given_x, views.of_residual(fixed_residual), views.of_residual(out))
+        if views is not _NO_VIEWS and not hasattr(run, "bound"):
             inner = run
-            run = lambda x, residual: forth(inner(x, back(residual)))  # noqa: E731
+            run = lambda x, residual=None: views.of_result(inner(views.of_x(x), views.of_residual(residual)))  # noqa: E731
         self.functions[step] = run
         if out is not None:
             self.fixed[step.out] = out
@@ -386,14 +386,34 @@ def nodes_in(arguments: Any) -> list[fx.Node]:
     return found
 
 
-def permutations(step: Step) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
-    """Functions from a layer's result to its step's value, and from the step's residual to the layer's."""
+class Views(NamedTuple):
+    """What a layer computes on, if it is not what its step reads and makes.
+
+    Attributes:
+        of_x: from the step's input to the layer's.
+        of_result: from the layer's result to the step's value.
+        of_residual: from the step's residual, or memory for its value, to the layer's; None stays None.
+    """
+
+    of_x: Callable[[Any], Any]
+    of_result: Callable[[Any], Any]
+    of_residual: Callable[[Any], Any]
+
+
+def views_of(step: Step) -> Views:
+    """The views between a layer and its step."""
+    if step.one_row:
+        return _ONE_ROW
     dims = step.permuted
     if dims is None:
-        return _same, _same
+        return _NO_VIEWS
     inverse = tuple(sorted(range(len(dims)), key=dims.__getitem__))
-    return lambda t: t.permute(dims), lambda t: None if t is None else t.permute(inverse)
+    return Views(_same, lambda t: t.permute(dims), lambda t: None if t is None else t.permute(inverse))
 
 
 def _same(t: Any) -> Any:
     return t
+
+
+_NO_VIEWS = Views(_same, _same, _same)
+_ONE_ROW = Views(lambda t: t.unsqueeze(2), lambda t: t.squeeze(2), lambda t: None if t is None else t.unsqueeze(2))

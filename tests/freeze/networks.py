@@ -27,13 +27,13 @@ def randomised(model, seed=0):
     he_initialise(model, seed)
     with torch.no_grad():
         for module in model.modules():
-            if isinstance(module, nn.BatchNorm2d):
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 for t, low, high in ((module.running_mean, -0.3, 0.3), (module.running_var, 0.5, 2.0)):
                     t.copy_(torch.rand(t.shape, generator=generator) * (high - low) + low)
                 if module.affine:
                     module.weight.copy_(torch.rand(module.weight.shape, generator=generator) + 0.5)
                     module.bias.copy_(torch.rand(module.bias.shape, generator=generator) - 0.5)
-            elif isinstance(module, nn.Conv2d) and module.bias is not None:
+            elif isinstance(module, nn.modules.conv._ConvNd) and module.bias is not None:
                 module.bias.copy_(torch.rand(module.bias.shape, generator=generator) - 0.5)
     return model.eval()
 

@@ -101,7 +101,7 @@ def changes():
         model[3].weight.detach().numpy()[:] *= 2
 
     def module_replaced(model):
-        model[3] = randomised(nn.Sequential(nn.Conv2d(6, 4, 1)), seed=7)
+        model[3] = randomised(nn.Sequential(type(model[3])(6, 4, 1)), seed=7)
 
     def norm_dropped(model):
         model[1] = nn.Identity().eval()
@@ -134,11 +134,19 @@ def changes():
     }
 
 
+KINDS = {
+    "2-D": (nn.Conv2d, nn.BatchNorm2d, (9, 8)),
+    "1-D": (nn.Conv1d, nn.BatchNorm1d, (9,)),
+}
+
+
 @use_forced
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("route", changes())
-def test_a_changed_weight_is_noticed_at_once(route):
-    model = randomised(nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 1)))
-    x = torch.randn(1, 3, 9, 8)
+def test_a_changed_weight_is_noticed_at_once(route, kind):
+    conv, norm, size = KINDS[kind]
+    model = randomised(nn.Sequential(conv(3, 6, 3), norm(6), nn.ReLU(), conv(6, 4, 1)))
+    x = torch.randn(1, 3, *size)
     convselect.freeze(model, x)
     before = model(x)
     changes()[route](model)

@@ -40,6 +40,24 @@ def activations(graph: fx.Graph) -> int:
     return count
 
 
+def gates(graph: fx.Graph) -> int:
+    """glu(x) = a * sigmoid(b), a and b the halves of x: pointwise, as what stands around it."""
+    bench = Bench(graph)
+    count = 0
+    for node in bench.nodes():
+        if node.target is not aten.glu.default or not tensor(node).is_floating_point():
+            continue
+        x, dim = arguments(node)[0], argument(node, 1, "dim", -1) % tensor(node).dim()
+        half = tensor(node).shape[dim]
+        a, b = (bench.call(node, aten.slice.Tensor, x, dim, start, start + half) for start in (0, half))
+        made = bench.call(node, aten.mul.Tensor, a, bench.call(node, aten.sigmoid.default, b))
+        made.meta = dict(node.meta)
+        bench.replace(node, made)
+        count += 1
+    bench.finish()
+    return count
+
+
 def _clamped(node: Node, bench: Bench) -> bool:
     """Clamping between numbers as relu or hardtanh."""
     bounds = _bounds(node)

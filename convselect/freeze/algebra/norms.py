@@ -26,7 +26,7 @@ def batch_norms(graph: fx.Graph) -> int:
     """Batch normalisation by running statistics is x * s + t, s = weight / sqrt(var + eps) and t = bias - mean * s.
 
     Of values with any number of dimensions. Left alone: batch statistics, statistics or affine parameters that are not
-    constant, integers, operands with other strides than the result (a permuted sequence, for example; views may rely on
+    constant, integers, operands in another order than the result (a permuted sequence, for example; views may rely on
     strides), and normalisations whose saved statistics somebody reads.
     """
     bench = Bench(graph)
@@ -48,7 +48,8 @@ def _rewritten(node: Node, bench: Bench) -> bool:
     result = node if node.target is aten.batch_norm.default else _first_result(node)
     if result is None or not tensor(x).is_floating_point() or tensor(x).dim() < 2:
         return False
-    if not same_strides(x, tensor(result).stride()):
+    # What pointwise operations make of an operand with gaps, a cut one for example, is dense and in the same order.
+    if not same_strides(result, _dense_strides(x)):
         return False
     s = bench.constant(aten.rsqrt.default, bench.constant(aten.add.Tensor, var, eps))
     if weight is not None:
@@ -78,6 +79,15 @@ def _first_result(node: Node) -> Node | None:
         if reader is not first:
             node.graph.erase_node(reader)
     return first
+
+
+def _dense_strides(x: Node) -> tuple[int, ...]:
+    """Strides in the order of this value's, without gaps."""
+    t, step = tensor(x), 1
+    strides = [0] * t.dim()
+    for d in sorted(range(t.dim()), key=lambda d: (t.stride(d), -d)):
+        strides[d], step = step, step * t.shape[d]
+    return tuple(strides)
 
 
 def _placed(bench: Bench, s: Node, x: Node) -> Node:

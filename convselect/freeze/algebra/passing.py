@@ -39,6 +39,16 @@ def _through(node: Node, dim: int) -> tuple[int, bool] | None:
         return [d % len(dims) for d in dims].index(dim), True
     if node.target in (aten.transpose.int, aten.t.default):
         return _transposed(node, len(shape(source)), dim), True
+    if node.target in (aten.unsqueeze.default, aten.squeeze.dim):
+        moved = _with_or_without(node, dim)
+        return None if moved is None else (moved, True)
+    if node.target is aten.slice.Tensor:
+        return None if argument(node, 1, "dim", 0) % len(shape(source)) == dim else (dim, True)
+    if node.target is aten.constant_pad_nd.default:  # zeros stay zeros when they are scaled
+        pads_others = argument(node, 2, "value", 0) == 0 and len(arguments(node)[1]) <= 2 * (
+            len(shape(source)) - 1 - dim
+        )
+        return (dim, False) if pads_others else None
     if node.target is aten.mean.dim:
         return _averaged(node, len(shape(source)), dim)
     is_image = len(shape(source)) == 4 and dim == 1
@@ -65,6 +75,17 @@ def _transposed(node: Node, n_dims: int, dim: int) -> int:
         return n_dims - 1 - dim
     a, b = (int(d) % n_dims for d in arguments(node)[1:3])
     return {a: b, b: a}.get(dim, dim)
+
+
+def _with_or_without(node: Node, dim: int) -> int | None:
+    """Where a dimension is when one of size 1 was put in or left out; None if it is the one that was left out."""
+    before, after = (shape(n) for n in (arguments(node)[0], node))
+    at = int(arguments(node)[1]) % max(len(before), len(after))
+    if len(after) > len(before):
+        return dim + (dim >= at)
+    if len(after) == len(before):
+        return dim
+    return None if dim == at else dim - (dim > at)
 
 
 def _averaged(node: Node, n_dims: int, dim: int) -> tuple[int, bool] | None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from torch import fx
 
 from convselect.freeze.algebra import spelling
-from convselect.freeze.algebra.activations import activations
+from convselect.freeze.algebra.activations import activations, gates
 from convselect.freeze.algebra.bench import dead_code
 from convselect.freeze.algebra.branches import common_factors, parallel_layers
 from convselect.freeze.algebra.constants import is_mutation
@@ -36,6 +36,7 @@ RULES: tuple[Callable[[fx.Graph], int], ...] = (
     spelling.image_means,
     batch_norms,
     products_and_sums,
+    gates,
     activations,
     into_layer_before,
     parallel_layers,

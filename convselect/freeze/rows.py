@@ -1,0 +1,69 @@
+"""Operations on (N, C, L) that PyTorch or the C library computes in NHWC only if they are images: as images of one row.
+
+Between frozen layers (N, C, L) may lie as (N, L, C). PyTorch keeps such an order where a tensor has four dimensions
+(channels_last) and copies it where it has three. An image of one row is a view and costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from convselect.freeze.algebra.bench import tensor
+
+Node = fx.Node
+_aten = torch.ops.aten
+_HEIGHT = 2
+_RaisedArguments = tuple[Any, tuple[Any, ...], dict[str, Any]]
+
+
+def raised(graph: fx.Graph) -> None:
+    """Group normalisations, concatenations and nearest upsampling of (N, C, L) as those of images, in place."""
+    for node in list(graph.nodes):
+        form_of = _RAISED.get(node.target) if node.op == "call_function" else None
+        if form_of is None or tensor(node).dim() != 3:
+            continue
+        with graph.inserting_before(node):
+            found = form_of(lambda t: _view(graph, t, _aten.unsqueeze.default), *node.args, **node.kwargs)
+            if found is None:
+                continue
+            target, args, kwargs = found
+            image = graph.call_function(target, args, kwargs)
+            image.meta = {**node.meta, "val": tensor(node).unsqueeze(_HEIGHT)}
+            made = _view(graph, image, _aten.squeeze.dim)
+        made.meta = dict(node.meta)
+        node.replace_all_uses_with(made)
+        graph.erase_node(node)
+
+
+def _view(graph: fx.Graph, of: Node, target: Any) -> Node:
+    made = graph.call_function(target, (of, _HEIGHT))
+    val = tensor(of)
+    made.meta["val"] = val.unsqueeze(_HEIGHT) if target is _aten.unsqueeze.default else val.squeeze(_HEIGHT)
+    return made
+
+
+def _group_norm(raise_: Callable[[Node], Node], x: Node, *rest: Any, **options: Any) -> _RaisedArguments:
+    return _aten.group_norm.default, (raise_(x), *rest), options
+
+
+def _concatenation(raise_: Callable[[Node], Node], parts: Any, dim: int = 0) -> _RaisedArguments | None:
+    if any(tensor(part).dim() != 3 for part in parts):
+        return None  # an empty tensor of one dimension is left out of the result
+    dim %= 3
+    return _aten.cat.default, ([raise_(part) for part in parts], dim + (dim >= _HEIGHT)), {}
+
+
+def _nearest(raise_: Callable[[Node], Node], x: Node, size: Any, factors: Any = None) -> _RaisedArguments:
+    sizes = None if size is None else [1, *size]
+    return _aten.upsample_nearest2d.vec, (raise_(x), sizes, None if factors is None else [1.0, *factors]), {}
+
+
+_RAISED: dict[Any, Callable[..., _RaisedArguments | None]] = {
+    _aten.group_norm.default: _group_norm,
+    _aten.cat.default: _concatenation,
+    _aten.upsample_nearest1d.vec: _nearest,
+}
