@@ -150,11 +150,12 @@ def _exporting(model: nn.Module, x: Tensor, seconds: dict[str, float]) -> Callab
 def _inference_sides(model: nn.Module, x: Tensor, threads: int, compile: bool) -> tuple[_Made, Callable[[], bytes]]:
     made = _Made()
     exported = _exporting(model, x, made.seconds)
-    last = copy.deepcopy(model).to(memory_format=torch.channels_last)
-    last_x = x.contiguous(memory_format=torch.channels_last)
     ours = _networks.converted(model)
     made.add("eager", lambda: lambda: model(x))
-    made.add("eager channels_last", lambda: lambda: last(last_x))
+    if x.dim() == 4:  # PyTorch has no such layout for other dimensions
+        last = copy.deepcopy(model).to(memory_format=torch.channels_last)
+        last_x = x.contiguous(memory_format=torch.channels_last)
+        made.add("eager channels_last", lambda: lambda: last(last_x))
     if compile:
         made.add("torch.compile", lambda: _networks._compiled(model, x))
     with torch.inference_mode(False), torch.no_grad():

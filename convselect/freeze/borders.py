@@ -28,7 +28,8 @@ def into_layers(nodes: Iterable[Node]) -> None:
     """
     for node in nodes:
         if node.target is _aten.convolution.default:
-            _take_zeros(node)
+            if not node.args[6]:
+                _take_zeros(node)
             while _take_cut(node):
                 pass
 
@@ -70,14 +71,17 @@ def _take_cut(node: Node) -> bool:
         return False
     start = max(start + sizes[dim], 0) if start < 0 else start
     i, sides = dim - 2, sides_of(node)
-    x, weight, _, stride, _, dilation = arguments(node)[:6]
-    step, spread = (values[i if len(values) > 1 else 0] for values in (stride, dilation))
-    before = sides[i][0] - start * step
-    extent = spread * (shape(weight)[dim] - 1) + 1
-    after = (kept[dim] - 1) * step + extent - shape(x)[dim] - before
-    if before < 0 or after < 0:
-        return False
-    sides[i] = [before, after]
+    if node.args[6]:  # the padding of a transposed convolution is what its result is cut by
+        sides[i] = [sides[i][0] + start, sides[i][1] + sizes[dim] - start - kept[dim]]
+    else:
+        x, weight, _, stride, _, dilation = arguments(node)[:6]
+        step, spread = (values[i if len(values) > 1 else 0] for values in (stride, dilation))
+        before = sides[i][0] - start * step
+        extent = spread * (shape(weight)[dim] - 1) + 1
+        after = (kept[dim] - 1) * step + extent - shape(x)[dim] - before
+        if before < 0 or after < 0:
+            return False
+        sides[i] = [before, after]
     node.meta["sides"] = sides
     node.meta["val"] = torch.empty(kept, dtype=tensor(cut).dtype, device="meta")
     cut.replace_all_uses_with(node)

@@ -22,6 +22,8 @@ from convselect.choice.budgets import over_budget
 from convselect.kernels._contract import Algorithm, Grade
 
 Run = Callable[..., Tensor]
+PHASES = "_phases"
+"""What the names of candidates end with that compute the phases of a transposed convolution."""
 
 FORMATS = {CONTIGUOUS: torch.contiguous_format, CHANNELS_LAST: torch.channels_last}
 # Relative L2 distance to float32 operations: the grade's own bound plus the error of those operations.
@@ -76,8 +78,9 @@ class Candidate:
     @property
     def tile(self) -> int:
         """The size of Winograd's tiles; 0 for all others."""
-        digits = self.name.removeprefix("winograd")
-        return int(digits) if digits != self.name and digits.isdigit() else 0
+        name = self.name.removesuffix(PHASES)
+        digits = name.removeprefix("winograd")
+        return int(digits) if digits != name and digits.isdigit() else 0
 
 
 class Form(NamedTuple):

@@ -53,11 +53,12 @@ class Layer:
     """A convolution or linear layer with all that runs in its epilogue.
 
     Attributes:
-        kind: "conv" or "linear".
+        kind: "conv", "transposed" or "linear".
         name: of the module; several layers may have the same.
         weight, bias: expressions of constants.
-        geometry: stride, padding, dilation, groups of a convolution; of two dimensions, also if it has one. The
-            padding is (top, bottom, left, right) if it is not the same on both sides.
+        geometry: stride, padding, dilation, groups of a convolution, and the output padding of a transposed one; of two
+            dimensions, also if it has one. The padding is (top, bottom, left, right) if it is not the same on both
+            sides.
         one_row: whether a convolution has one dimension: (N, C, L) is then an image of height 1, which is a view.
         slope: of a "leaky_relu" below 0.
         permuted: how result and residual of the step permute a linear layer's dimensions; None if they do not.
@@ -103,7 +104,7 @@ class Step:
     """One call of a program: `out` names the value it makes, `args` and `kwargs` hold earlier nodes.
 
     Attributes:
-        kind: "conv", "linear", "pointwise", "constant", "read" (a parameter as it is) or "call".
+        kind: that of a Layer, "pointwise", "constant", "read" (a parameter as it is) or "call".
         target: a Layer; the nodes of a pointwise program, the last of which is `out`; the node of an expression of
             constants; or the function to call.
     """
@@ -217,13 +218,15 @@ def _layer(node: Node, captured: Captured, constants: set[Node]) -> Layer | None
     found = Layer("linear", node.meta.get("layer") or layer_name(weight), weight, bias, folded=folded)
     if node.target is _aten.convolution.default:
         given: Any = node.args
-        found.kind, found.one_row = "conv", meta_of(weight).dim() == 3
+        found.kind, found.one_row = "transposed" if given[6] else "conv", meta_of(weight).dim() == 3
         sides = [[0, 0]] * found.one_row + borders.sides_of(node)
         if all(before == after for before, after in sides):
             padding = tuple(before for before, _ in sides)
         else:
             padding = tuple(size for pair in sides for size in pair)
-        found.geometry = (_in_two(given[3]), padding, _in_two(given[5]), given[8])
+        found.geometry = (_in_two(given[3], 1), padding, _in_two(given[5], 1), given[8])
+        if given[6]:
+            found.geometry += (_in_two(given[7], 0),)
     return found
 
 
@@ -233,7 +236,7 @@ def _operands(node: Node, constants: set[Node]) -> tuple[Node, Node, Node | None
     if node.target is _aten.convolution.default:
         x, weight, bias, *_ = given
         dims = meta_of(weight).dim()
-        if given[6] or dims not in (3, 4) or meta_of(x).dim() != dims:
+        if dims not in (3, 4) or meta_of(x).dim() != dims:
             return None
     elif node.target is _aten.linear.default:
         x, weight, bias = (*given, None)[:3]
@@ -250,9 +253,9 @@ def _operands(node: Node, constants: set[Node]) -> tuple[Node, Node, Node | None
     return x, weight, bias
 
 
-def _in_two(values: Any) -> tuple[int, ...]:
-    """Steps in one or two dimensions, as in two."""
-    return (1, *values) if len(values) == 1 else tuple(values)
+def _in_two(values: Any, of_height: int) -> tuple[int, ...]:
+    """Numbers of one or two dimensions, as of two."""
+    return (of_height, *values) if len(values) == 1 else tuple(values)
 
 
 def _with_tail(node: Node, layer: Layer, claimed: set[Node]) -> tuple[list[Node], Node, Node | None]:
@@ -355,8 +358,6 @@ def why_not_frozen(module: nn.Module) -> str | None:
     """None if this module is a convolution whose weight may be folded, "" if it is no convolution, else a reason."""
     if not isinstance(module, nn.modules.conv._ConvNd):
         return ""
-    if isinstance(module, nn.modules.conv._ConvTransposeNd):
-        return "a transposed convolution"
-    if module.weight.dim() > 4:
+    if module.weight.dim() not in (3, 4):
         return f"a convolution of {module.weight.dim() - 2} dimensions"
     return None

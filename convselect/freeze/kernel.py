@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -13,9 +13,6 @@ from convselect.base.problem import ConvProblem
 from convselect.freeze.bound import Bound
 from convselect.freeze.candidates import Form, Run
 from convselect.kernels import _library, _product, depthwise, direct, grouped
-
-if TYPE_CHECKING:
-    from convselect.freeze.layer import FrozenLayer
 
 
 class Kernel(NamedTuple):
@@ -42,7 +39,7 @@ class Kernel(NamedTuple):
     takes_pitch: bool = False
 
     def pack_key(self, problem: ConvProblem) -> Hashable:
-        return (self.name, problem.layout, problem.dtype, problem.threads)
+        return (self.name, problem.layout, problem.dtype, problem.threads, problem.weight_shape)
 
 
 DIRECT = Kernel("direct", "cs_direct_frozen", (), direct.pack, takes_pitch=True)
@@ -97,6 +94,29 @@ class FixedCall(NamedTuple):
         return self.out
 
 
+class FixedCalls(NamedTuple):
+    """Several such calls, one after another; `out` is the last one's result."""
+
+    calls: tuple[FixedCall, ...]
+    out: Tensor
+
+    def __call__(self, *_: Any, **__: Any) -> Tensor:
+        for call in self.calls:
+            call()
+        return self.out
+
+
+class HasEpilogue(Protocol):
+    """What a kernel's epilogue is made of: a frozen layer, as a rule."""
+
+    bias_float32: Tensor | None
+    has_residual: bool
+    activation: str | None
+    slope: float
+
+    def finish(self, y: Tensor, residual: Tensor | None) -> Tensor: ...
+
+
 class KernelCall(NamedTuple):
     """`function(conv, *leading, x, *weight, y, epilogue)` of the C library, as a layer calls it.
 
@@ -115,7 +135,7 @@ class KernelCall(NamedTuple):
     leading: tuple[Any, ...]
     weight: tuple[Any, ...]
     owners: Any
-    layer: FrozenLayer
+    layer: HasEpilogue
     native: Run
     x_form: Form
     y_form: Form

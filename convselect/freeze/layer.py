@@ -204,8 +204,12 @@ class FrozenLayer(ABC):
         """The weight as this kernel wants it: always the same memory."""
         pack = kernel.pack
         assert pack is not None
-        key, shape = kernel.pack_key(problem), problem.weight_shape
-        return self.packed(key, lambda: pack(self.weight.view(shape), problem), in_place=True)[0]  # type: ignore[no-any-return]
+        key = kernel.pack_key(problem)
+        return self.packed(key, lambda: pack(self.weight_for(problem), problem), in_place=True)[0]  # type: ignore[no-any-return]
+
+    def weight_for(self, problem: ConvProblem) -> Tensor:
+        """The weight of the convolution that is packed for this problem."""
+        return self.weight.view(problem.weight_shape)
 
     def pin_packs(self, keys: Collection[Hashable]) -> None:
         """Keep the packed weights under these keys, which plans use, and drop the others."""

@@ -53,8 +53,6 @@ def _has_weight(module: nn.Module) -> bool:
     """Whether this module by itself has a weight that looks like one of a layer to freeze."""
     if isinstance(module, nn.Linear):
         return True
-    if isinstance(module, nn.modules.conv._ConvTransposeNd):
-        return False
     weights = (t for t in module._parameters.values() if t is not None and not nn.parameter.is_lazy(t))
     return any(t.dim() in (3, 4) for t in weights)
 

@@ -298,7 +298,7 @@ def _with_blocks(program: Program, walk: Walk, search: Search) -> tuple[Program,
 
 
 def _is_ours(x: Tensor, kind: str) -> bool:
-    return (x.dim() == 4 if kind == "conv" else x.dim() > 1) and x.numel() > 0 and x.is_cpu
+    return (x.dim() > 1 if kind == "linear" else x.dim() == 4) and x.numel() > 0 and x.is_cpu
 
 
 def _same_kind(got: Any, want: Any) -> bool:

@@ -22,16 +22,21 @@ from convselect.freeze.chains import Layer, Step, is_mask, meta_of, steps_of
 from convselect.freeze.conv import FrozenConv
 from convselect.freeze.folded import FrozenConstant
 from convselect.freeze.joining import Joining
+from convselect.freeze.kernel import FixedCall, FixedCalls
 from convselect.freeze.layer import FrozenLayer
 from convselect.freeze.linear import FrozenLinear
 from convselect.freeze.passes import Maker, fixed_call, on_any_memory
 from convselect.freeze.reduce import concatenate
 from convselect.freeze.residual import Fused, blocks
 from convselect.freeze.runner import joined
+from convselect.freeze.transposed import FrozenTransposed
 
 _aten = torch.ops.aten
 # Captured for contiguous tensors; between frozen layers they may lie otherwise.
 _SAME_ON_ANY_STRIDES = {_aten.view.default: _aten.reshape.default, _aten._unsafe_view.default: _aten.reshape.default}
+
+
+_LAYERS: dict[str, type[FrozenLayer]] = {"conv": FrozenConv, "linear": FrozenLinear, "transposed": FrozenTransposed}
 
 
 class Registry:
@@ -43,8 +48,7 @@ class Registry:
     def layer(self, layer: Layer, key_of: Callable[[fx.Node], str]) -> FrozenLayer:
         bias = None if layer.bias is None else key_of(layer.bias)
         key = (layer.kind, key_of(layer.weight), bias, layer.geometry, layer.activation, layer.slope, layer.residual)
-        kind = FrozenConv if layer.kind == "conv" else FrozenLinear
-        return self._entry(key, lambda: kind(layer))  # type: ignore[return-value]
+        return self._entry(key, lambda: _LAYERS[layer.kind](layer))  # type: ignore[return-value]
 
     def constant(self, node: fx.Node, key_of: Callable[[fx.Node], str]) -> FrozenConstant:
         mask = is_mask(node)
@@ -107,9 +111,7 @@ class Program:
         self.captured, self.registry = captured, registry
         self.steps = steps_of(captured)
         key_of = captured.constants.key
-        self.layers = {
-            step: registry.layer(step.target, key_of) for step in self.steps if step.kind in ("conv", "linear")
-        }
+        self.layers = {step: registry.layer(step.target, key_of) for step in self.steps if step.kind in _LAYERS}
         self.constants = {
             step.out: registry.constant(step.out, key_of) for step in self.steps if step.kind == "constant"
         }
@@ -325,7 +327,7 @@ class _Binding:
             out = self._memory(step.out)
         given_x = None if fixed_x is None else views.of_x(fixed_x)
         run: Run = candidate.bind(given_x, views.of_residual(fixed_residual), views.of_residual(out))
-        if views is not _NO_VIEWS and not hasattr(run, "bound"):
+        if views is not _NO_VIEWS and not isinstance(run, FixedCall | FixedCalls):
             inner = run
             run = lambda x, residual=None: views.of_result(inner(views.of_x(x), views.of_residual(residual)))  # noqa: E731
         self.functions[step] = run

@@ -15,7 +15,7 @@ class Key(NamedTuple):
     """What a choice is for.
 
     Attributes:
-        kind: "conv", "linear", "block" or "network".
+        kind: "conv", "transposed", "linear", "block" or "network".
         problem: the first one, if there are several.
         form: everything else that the choice depends on, as a text that is only compared.
         settings: the budgets.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from convselect.freeze.bound import Bound
-from convselect.freeze.kernel import FixedCall
+from convselect.freeze.kernel import FixedCall, FixedCalls
 from convselect.kernels import _library
 
 MAX_ARGUMENTS = 8
@@ -113,19 +113,26 @@ def joined(functions: Sequence[Any]) -> dict[int, tuple[Any, Callable[[], None] 
         functions: what each step calls.
 
     Returns:
-        Index of a step that is a `FixedCall` with another one beside it -> (its result, what to call in its place): a
-        runner for the first of a series, None for the rest.
+        Index of a step that is a `FixedCall` with another one beside it, or several of them -> (its result, what to
+        call in its place): a runner for the first of a series, None for the rest.
     """
     found: dict[int, tuple[Any, Callable[[], None] | None]] = {}
     if not can_run():
         return found
-    for is_fixed, group in itertools.groupby(enumerate(functions), lambda item: isinstance(item[1], FixedCall)):
+    for is_fixed, group in itertools.groupby(enumerate(functions), lambda item: isinstance(item[1], _FIXED)):
         series = list(group)
-        if is_fixed and len(series) > 1:
-            calls = [call for _, call in series]
-            found |= {i: (call.out, None) for i, call in series}
-            found[series[0][0]] = (calls[0].out, _runner_of(calls).run)
+        calls = [call for _, one in series for call in _each(one)] if is_fixed else []
+        if len(calls) > 1:
+            found |= {i: (one.out, None) for i, one in series}
+            found[series[0][0]] = (series[0][1].out, _runner_of(calls).run)
     return found
+
+
+_FIXED = (FixedCall, FixedCalls)
+
+
+def _each(fixed: FixedCall | FixedCalls) -> tuple[FixedCall, ...]:
+    return (fixed,) if isinstance(fixed, FixedCall) else fixed.calls
 
 
 def _runner_of(calls: Sequence[FixedCall]) -> Runner:

@@ -120,13 +120,14 @@ def test_a_lone_convolution():
 
 def test_reasons_for_what_is_left_alone():
     model = nn.Sequential(
-        nn.Conv2d(4, 4, 1), nn.ConvTranspose2d(4, 4, 2), nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect"),
+        nn.Conv2d(4, 4, 1), nn.Sequential(nn.Unflatten(1, (4, 1)), nn.Conv3d(4, 4, 1), nn.Flatten(1, 2)),
+        nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect"),
         nn.utils.parametrizations.weight_norm(nn.Conv2d(4, 4, 1)),
     ).eval()  # fmt: skip
     x = torch.randn(1, 4, 6, 6)
     want, got, report = frozen_outputs(model, x)
     assert distance(got, want) < CONV
-    assert report.not_fused == {"1": "a transposed convolution"}
+    assert report.not_fused == {"1.1": "a convolution of 3 dimensions"}
     assert set(report.fused) | set(report.merged) == {"0", "2", "3"}
     assert report.merged.keys() | report.merged.values() == {"2", "3"}  # nothing is between these two
     assert "2 layers frozen in 1 parts" in str(report)

@@ -137,6 +137,8 @@ def changes():
 KINDS = {
     "2-D": (nn.Conv2d, nn.BatchNorm2d, (9, 8)),
     "1-D": (nn.Conv1d, nn.BatchNorm1d, (9,)),
+    "transposed": (nn.ConvTranspose2d, nn.BatchNorm2d, (5, 4)),
+    "transposed 1-D": (nn.ConvTranspose1d, nn.BatchNorm1d, (5,)),
 }
 
 

@@ -52,8 +52,6 @@ def _folded_before(node: Node, bench: Bench) -> bool:
     if not _fits(found, dim, shape(node)) or (found.shift is not None and not shifts_pass):
         return False
     scale, shift = _vectors(found, bench)
-    if scale != 1 and not before.can_scale_out():
-        return False
     if scale != 1:
         before.scale_out(scale)
     if shift is not None:
@@ -110,10 +108,7 @@ def _folded_after(node: Node, bench: Bench) -> bool:
     direct = len(sinks) == len(node.users) and all(sink.x is node for sink in sinks)
     if not direct and not same_strides(found.x, tensor(node).stride()):
         return False
-    constants = found.factor != Factor(), found.shift is not None
-    can_scale = all(sink.can_scale_in() for sink in sinks)
-    can_shift = all(sink.can_shift_in() for sink in sinks) and _shifts_reach(node, dim)
-    if (constants[0] and not can_scale) or (constants[1] and not can_shift):
+    if found.shift is not None and not (all(sink.can_shift_in() for sink in sinks) and _shifts_reach(node, dim)):
         return False
     scale, shift = _vectors(found, bench)
     for sink in sinks:

@@ -83,13 +83,9 @@ class Layer:
     def edit(self) -> None:
         self.node.args = (self.x, self.weight, self.bias, *self.node.args[3:])
 
-    def can_scale_out(self) -> bool:
-        return not self.is_transposed or self.groups == 1
-
     def scale_out(self, s: Operand) -> None:
         """(W x + b) * s = (W * s) x + b * s, s a number or one value per channel of the result."""
-        dim = 1 if self.is_transposed else 0
-        self.weight = self._scaled(s, [-1 if i == dim else 1 for i in range(len(shape(self.weight)))])
+        self.weight = _node(times(self.bench, self.weight, self._over_outputs(s)))
         if self.bias is not None:
             self.bias = _node(times(self.bench, self.bias, s))
 
@@ -99,9 +95,6 @@ class Layer:
             size, dtype = self.n_out, tensor(self.weight).dtype
             self.bias = self.bench.constant(aten.zeros.default, [size], dtype=dtype, device=torch.device("cpu"))
         self.bias = _node(plus(self.bench, self.bias, t))
-
-    def can_scale_in(self) -> bool:
-        return not self.is_transposed or self.groups == 1
 
     def scale_in(self, s: Operand) -> None:
         """W (x * s) + b = (W * s) x + b, s a number or one value per channel of the operand."""
@@ -116,10 +109,19 @@ class Layer:
         product = times(self.bench, self.weight, self._over_inputs(t))
         self.shift_out(self.bench.constant(aten.sum.dim_IntList, product, list(range(1, len(shape(self.weight))))))
 
-    def _scaled(self, s: Operand, dims: list[int]) -> Node:
-        if isinstance(s, Node) and shape(s):
-            s = self.bench.constant(aten.reshape.default, s, dims)
-        return _node(times(self.bench, self.weight, s))
+    def _over_outputs(self, s: Operand) -> Operand:
+        """One value per channel of the result, in the place that the channel has in the weight."""
+        if not isinstance(s, Node) or not shape(s):
+            return s
+        bench, (k, c, *taps) = self.bench, shape(self.weight)
+        ones = [1] * len(taps)
+        if not self.is_transposed:
+            return bench.constant(aten.reshape.default, s, [k, 1, *ones])
+        if self.groups == 1:
+            return bench.constant(aten.reshape.default, s, [1, c, *ones])
+        s = bench.constant(aten.reshape.default, s, [self.groups, 1, c])
+        s = bench.constant(aten.expand.default, s, [self.groups, k // self.groups, c])
+        return bench.constant(aten.reshape.default, s, [k, c, *ones])
 
     def _over_inputs(self, s: Operand) -> Operand:
         """One value per channel of the operand, in the place that the channel has in the weight."""
