@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from convselect.base.settings import CHOOSING
-from convselect.freeze.algebra.constants import Constants
+from convselect.freeze.algebra.constants import Constants, is_constant
 from convselect.freeze.algebra.rewrite import rewrite
 
 Node = fx.Node
@@ -28,6 +28,8 @@ Source = tuple[dict[str, Any], str]
 
 _PLAIN_LEAVES = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
 _aten = torch.ops.aten
+_READS = (_aten._local_scalar_dense.default, _aten.item.default)  # the second one of tensors made in inference mode
+_MOST_READ = 64  # elements of a constant of which Python may read values: each call compares all of them
 
 
 class Uncapturable(Exception):
@@ -43,12 +45,14 @@ class Captured:
         results: the leaves of what the forward returns: nodes and plain values.
         spec: how the leaves are put together.
         constants: their sources, keys and values; a `get_attr` node's target is its name in the module.
+        reads: where the tensors are of which Python read a value: the graph is that of these values.
     """
 
     graph: fx.Graph
     results: list[Any]
     spec: pytree.TreeSpec
     constants: Constants = field(default_factory=lambda: Constants(read))
+    reads: list[Source] = field(default_factory=list)
 
     @property
     def inputs(self) -> list[Node]:
@@ -94,7 +98,7 @@ def capture(root: nn.Module, args: tuple[Any, ...]) -> Captured:
         raise Uncapturable(reason)
     before = [(module, dict(vars(module))) for module in root.modules()]
     try:
-        graph, results, spec = _recorded(root, args)
+        graph, results, spec, values_read = _recorded(root, args)
     except Uncapturable:
         raise
     except Exception as error:
@@ -107,8 +111,10 @@ def capture(root: nn.Module, args: tuple[Any, ...]) -> Captured:
             vars(module).update(attributes)
     if changed:
         raise Uncapturable("forward changes attributes of the model")
-    captured = Captured(graph, results, spec)
-    _name_constants(graph, root)
+    where = _places(root)
+    # What is in no module is a literal of the forward, or it is refused for being another constant.
+    captured = Captured(graph, results, spec, reads=[where[id(t)][1] for t in values_read if id(t) in where])
+    _name_constants(graph, where)
     for node in graph.nodes:
         if node.op == "call_function" and _writes(node) and node.args[0].op == "get_attr":
             raise Uncapturable("forward writes to parameters or buffers")
@@ -149,12 +155,14 @@ class _Recorder(TorchDispatchMode):
     and no import of torch._dynamo and sympy, which takes longer than all else that a second process has to do.
 
     It refuses what a graph of fixed sizes cannot repeat: values of tensors that Python reads, sizes that depend on
-    data, random numbers.
+    data, random numbers. Values that are computed from small tensors of the modules alone may be read: the graph holds
+    for as long as these do not change.
     """
 
     def __init__(self, inputs: list[Tensor]) -> None:
         super().__init__()
         self.graph = fx.Graph()
+        self.values_read: list[Tensor] = []
         self._nodes: Any = WeakIdKeyDictionary()
         for i, t in enumerate(inputs):
             self._note(t, self.graph.placeholder(f"input_{i}"))
@@ -173,6 +181,17 @@ class _Recorder(TorchDispatchMode):
             self._note(t, found)
         return found
 
+    def _may_be_read(self, t: Tensor) -> bool:
+        """Whether this value comes from small constants alone; they are noted then."""
+        node = self.node(t)
+        if not is_constant(node):
+            return False
+        found = [source.meta["tensor"] for source in Constants(read).sources(node)]
+        if any(source.numel() > _MOST_READ for source in found):
+            return False
+        self.values_read += found
+        return True
+
     def _note(self, value: Any, node: Node) -> None:
         self._nodes[value] = node
         node.meta["val"] = _form(value)
@@ -181,6 +200,8 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         tags = func.tags
         if torch.Tag.data_dependent_output in tags:
+            if func in _READS and self._may_be_read(args[0]):
+                return func(*args)
             raise Uncapturable("forward reads a value of a tensor")
         if torch.Tag.dynamic_output_shape in tags and (func is not _aten.index.Tensor or _by_mask(args[1])):
             raise Uncapturable("sizes depend on data")
@@ -227,7 +248,8 @@ def _by_mask(indices: Any) -> bool:
     return any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in indices)
 
 
-def _recorded(root: nn.Module, args: tuple[Any, ...]) -> tuple[fx.Graph, list[Any], pytree.TreeSpec]:
+def _recorded(root: nn.Module, args: tuple[Any, ...]) -> tuple[fx.Graph, list[Any], pytree.TreeSpec, list[Tensor]]:
+    """The graph, the leaves of its result, how they are put together, and the constants that Python read values of."""
     found: list[pytree.TreeSpec] = []
 
     def forward(*tensors: Tensor) -> list[Any]:
@@ -249,21 +271,26 @@ def _recorded(root: nn.Module, args: tuple[Any, ...]) -> tuple[fx.Graph, list[An
     graph = recorder.graph
     graph.output([recorder.node(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
     graph.eliminate_dead_code()
-    return graph, list(next(iter(reversed(graph.nodes))).args[0]), found[0]
+    return graph, list(next(iter(reversed(graph.nodes))).args[0]), found[0], recorder.values_read
 
 
-def _name_constants(graph: fx.Graph, root: nn.Module) -> None:
-    """Say of each constant of the graph where it is read; one node for each.
-
-    Raises:
-        Uncapturable: if a tensor is found in no module, so that nobody could say whether it changes.
-    """
+def _places(root: nn.Module) -> dict[int, tuple[str, Source]]:
+    """By the `id` of each tensor of a module: its name, and where it is read."""
     where: dict[int, tuple[str, Source]] = {}
     for name, module in root.named_modules():
         for owner in (vars(module), module._buffers, module._parameters):
             for key, t in owner.items():
                 if isinstance(t, Tensor):
                     where.setdefault(id(t), (f"{name}.{key}" if name else key, (owner, key)))
+    return where
+
+
+def _name_constants(graph: fx.Graph, where: dict[int, tuple[str, Source]]) -> None:
+    """Say of each constant of the graph where it is read; one node for each.
+
+    Raises:
+        Uncapturable: if a tensor is found in no module, so that nobody could say whether it changes.
+    """
     first: dict[str, Node] = {}
     for i, node in enumerate(list(graph.nodes)):
         if node.op != "get_attr":

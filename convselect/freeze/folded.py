@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, fx
@@ -60,3 +61,21 @@ class FrozenConstant:
             return False
         self.value.copy_(value)
         return True
+
+
+class ReadValues:
+    """Tensors of modules of which the forward read values while it was captured: sizes of a kernel, for example."""
+
+    finite = True  # what they are, not what is computed with them
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self._sources = list({(id(owner), key): (owner, key) for owner, key in sources}.values())
+        self._values = [owner[key].detach().clone() for owner, key in self._sources]
+
+    def sources(self) -> list[Source]:
+        return self._sources
+
+    def refold(self) -> bool:
+        """Whether they are what they were; otherwise the forward has to be captured again."""
+        now = [owner[key] for owner, key in self._sources]
+        return all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(now, self._values, strict=True))

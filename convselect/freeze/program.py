@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,10 +17,10 @@ from convselect.base.problem import ConvProblem
 from convselect.freeze import pages
 from convselect.freeze.arena import Wanted, laid_out
 from convselect.freeze.candidates import Candidate, Form, Run
-from convselect.freeze.capture import Captured
+from convselect.freeze.capture import Captured, Source
 from convselect.freeze.chains import Layer, Step, is_mask, meta_of, steps_of
 from convselect.freeze.conv import FrozenConv
-from convselect.freeze.folded import FrozenConstant
+from convselect.freeze.folded import FrozenConstant, ReadValues
 from convselect.freeze.joining import Joining
 from convselect.freeze.kernel import FixedCall, FixedCalls
 from convselect.freeze.layer import FrozenLayer
@@ -43,7 +43,7 @@ class Registry:
     """Frozen layers and constants that the programs of one model share, each folded once."""
 
     def __init__(self) -> None:
-        self.entries: dict[Hashable, FrozenLayer | FrozenConstant] = {}
+        self.entries: dict[Hashable, FrozenLayer | FrozenConstant | ReadValues] = {}
 
     def layer(self, layer: Layer, key_of: Callable[[fx.Node], str]) -> FrozenLayer:
         bias = None if layer.bias is None else key_of(layer.bias)
@@ -54,7 +54,13 @@ class Registry:
         mask = is_mask(node)
         return self._entry(("constant", key_of(node), mask), lambda: FrozenConstant(node, mask))  # type: ignore[return-value]
 
-    def _entry(self, key: Hashable, make: Callable[[], FrozenLayer | FrozenConstant]) -> FrozenLayer | FrozenConstant:
+    def reads(self, sources: Sequence[Source]) -> ReadValues:
+        key = ("read", *sorted({(id(owner), key) for owner, key in sources}))
+        return self._entry(key, lambda: ReadValues(sources))  # type: ignore[return-value]
+
+    def _entry(
+        self, key: Hashable, make: Callable[[], FrozenLayer | FrozenConstant | ReadValues]
+    ) -> FrozenLayer | FrozenConstant | ReadValues:
         found = self.entries.get(key)
         if found is None:
             found = self.entries[key] = make()
@@ -62,7 +68,7 @@ class Registry:
 
     def keep(self, programs: Iterable[Program]) -> None:
         """Drop what none of these programs uses: some constants depend on the size of the image."""
-        used = {id(entry) for program in programs for entry in (*program.layers.values(), *program.constants.values())}
+        used = {id(entry) for program in programs for entry in program.entries()}
         self.entries = {key: entry for key, entry in self.entries.items() if id(entry) in used}
 
     @property
@@ -115,7 +121,12 @@ class Program:
         self.constants = {
             step.out: registry.constant(step.out, key_of) for step in self.steps if step.kind == "constant"
         }
+        self.reads = registry.reads(captured.reads) if captured.reads else None
         self.last_use = self._last_use()
+
+    def entries(self) -> list[FrozenLayer | FrozenConstant | ReadValues]:
+        """What it has in the registry."""
+        return [*self.layers.values(), *self.constants.values(), *([] if self.reads is None else [self.reads])]
 
     @property
     def result_nodes(self) -> list[fx.Node]:
