@@ -12,16 +12,24 @@ from typing import Any
 import torch
 from torch import fx
 
-from convselect.freeze.algebra.bench import tensor
+from convselect.freeze.algebra.bench import arguments, tensor
 
 Node = fx.Node
 _aten = torch.ops.aten
 _HEIGHT = 2
+_BORDERS = (_aten.reflection_pad1d.default, _aten.replication_pad1d.default)
+_MOST_BESIDE = 32  # values that a border has; a wider one is left to PyTorch
 _RaisedArguments = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 
 def raised(graph: fx.Graph) -> None:
-    """Group normalisations, concatenations and nearest upsampling of (N, C, L) as those of images, in place."""
+    """Group normalisations, concatenations and nearest upsampling of (N, C, L) as those of images, in place.
+
+    Reflected and repeated borders become concatenations, which are one call of C in both layouts.
+    """
+    for node in list(graph.nodes):
+        if node.target in _BORDERS and tensor(node).dim() == 3:
+            _concatenated(graph, node)
     for node in list(graph.nodes):
         form_of = _RAISED.get(node.target) if node.op == "call_function" else None
         if form_of is None or tensor(node).dim() != 3:
@@ -37,6 +45,32 @@ def raised(graph: fx.Graph) -> None:
         made.meta = dict(node.meta)
         node.replace_all_uses_with(made)
         graph.erase_node(node)
+
+
+def _concatenated(graph: fx.Graph, node: Node) -> None:
+    """Replace a padding by the concatenation of the input and single values beside it."""
+    x, (before, after) = arguments(node)[:2]
+    length, dim = tensor(x).shape[-1], tensor(x).dim() - 1
+    if min(before, after) < 0 or before + after > _MOST_BESIDE:
+        return
+    if before == after == 0 and all(user.op != "output" for user in node.users):
+        node.replace_all_uses_with(x)
+        graph.erase_node(node)
+        return
+    reflects = node.target is _aten.reflection_pad1d.default
+    left = range(before, 0, -1) if reflects else [0] * before
+    right = range(length - 2, length - 2 - after, -1) if reflects else [length - 1] * after
+
+    def at(place: int) -> Node:
+        made = graph.call_function(_aten.slice.Tensor, (x, dim, place, place + 1))
+        made.meta["val"] = tensor(x)[..., place : place + 1]
+        return made
+
+    with graph.inserting_before(node):
+        made = graph.call_function(_aten.cat.default, ([*map(at, left), x, *map(at, right)], dim))
+    made.meta = dict(node.meta)
+    node.replace_all_uses_with(made)
+    graph.erase_node(node)
 
 
 def _view(graph: fx.Graph, of: Node, target: Any) -> Node:

@@ -49,6 +49,11 @@ BETWEEN = {
     "gate": lambda m, y: y * y.mean(-1, keepdim=True).sigmoid(),
     "sequence": lambda m, y: (y.permute(0, 2, 1) + 1).relu().permute(0, 2, 1),
     "padded": lambda m, y: F.pad(y, (2, 0)),
+    "reflected": lambda m, y: F.pad(y, (3, 2), mode="reflect"),
+    "repeated": lambda m, y: F.pad(y, (0, 2), mode="replicate"),
+    "repeated often": lambda m, y: F.pad(y, (20, 20), mode="replicate"),
+    "not reflected": lambda m, y: F.pad(y, (0, 0), mode="reflect") * 2,
+    "circular": lambda m, y: F.pad(y, (2, 1), mode="circular"),
     "cut": lambda m, y: m.b(y)[..., :-1],
 }
 

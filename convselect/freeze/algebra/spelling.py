@@ -29,6 +29,10 @@ _ALIASES = (
     aten.t.default, aten.slice.Tensor, aten.select.int, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default,
     aten.unsqueeze.default, aten.as_strided.default,
 )  # fmt: skip
+_PADS = (
+    aten.constant_pad_nd.default, aten.reflection_pad1d.default, aten.reflection_pad2d.default,
+    aten.replication_pad1d.default, aten.replication_pad2d.default,
+)  # fmt: skip
 _CASTS = (aten._to_copy.default,)
 _DROPOUTS = (
     aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default, aten.feature_alpha_dropout.default,
@@ -132,7 +136,7 @@ def _unchanged(node: Node) -> Node | None:
         same = [d % len(args[1]) for d in args[1]] == list(range(len(args[1])))
     elif target is aten.transpose.int:
         same = (args[1] - args[2]) % max(len(shape(source)), 1) == 0
-    elif target is aten.constant_pad_nd.default:
+    elif target in _PADS:
         same = not any(args[1])
     elif target is aten.avg_pool2d.default:
         one = _all(args[1], 1) and _all(argument(node, 2, "stride") or [1], 1)
