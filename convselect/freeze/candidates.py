@@ -22,6 +22,7 @@ from convselect.choice.budgets import over_budget
 from convselect.kernels._contract import Algorithm, Grade
 
 Run = Callable[..., Tensor]
+Bind = Callable[..., Run]
 PHASES = "_phases"
 """What the names of candidates end with that compute the phases of a transposed convolution."""
 
@@ -65,20 +66,23 @@ class Candidate:
         takes_pitch: whether x and out may be some channels of larger images: see `Form.pitch`.
         wants_finite: a NaN or an infinity may spread (transform methods) or come out as a number (oneDNN's max(NaN, 0)
             is 0).
+        scratch_bytes: of memory for a call, which is a fourth argument of `bind` then: uint8, or None for memory of its
+            own.
     """
 
     name: str
     grade: Grade
-    bind: Callable[[Tensor | None, Tensor | None, Tensor | None], Run]
+    bind: Bind
     pack: Hashable = None
     writes_out: bool = False
     takes_pitch: bool = False
     wants_finite: bool = False
+    scratch_bytes: int = 0
 
     @property
     def tile(self) -> int:
         """The size of Winograd's tiles; 0 for all others."""
-        name = self.name.removesuffix(PHASES)
+        name = self.name.partition("_")[0]
         digits = name.removeprefix("winograd")
         return int(digits) if digits != name and digits.isdigit() else 0
 
@@ -146,6 +150,10 @@ class Form(NamedTuple):
         if t.shape != self.shape or t.dtype != self.dtype:
             raise OtherForm
         return t if t.stride() == self.strides else t.contiguous(memory_format=self.memory_format)
+
+    def on(self, memory: Tensor) -> Tensor:
+        """A tensor like this at the start of some bytes."""
+        return memory[: self.n_bytes].view(self.dtype).as_strided(self.shape, self.strides)
 
     def new(self) -> Tensor:
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="cpu")

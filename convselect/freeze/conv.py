@@ -12,6 +12,7 @@ from convselect.aten.arguments import problem_of
 from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem
 from convselect.base.settings import Settings
 from convselect.choice.budgets import is_disabled
+from convselect.freeze import split
 from convselect.freeze.candidates import FORMATS, Candidate, Form, onednn_takes
 from convselect.freeze.chains import Layer
 from convselect.freeze.kernel import KERNELS, STEM
@@ -68,7 +69,8 @@ class FrozenConv(FrozenLayer):
             found += self.kernel_candidates((STEM,), problem, settings, Form.like(x), y_form)
         if problem.is_pointwise and problem.H == problem.W == 1:  # one pixel lies the same way in both layouts
             problem = problem._replace(layout=CHANNELS_LAST)
-        return found + self.kernel_candidates(KERNELS, problem, settings, x_form, y_form)
+        found += self.kernel_candidates(KERNELS, problem, settings, x_form, y_form)
+        return found + split.candidates(self, problem, settings, x_form, y_form)
 
     def _native(self, layout: str) -> Candidate:
         bias, memory_format, key = self.bias, FORMATS[layout], ("native", layout)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from convselect.base.problem import ConvProblem
 from convselect.freeze.bound import Bound
-from convselect.freeze.candidates import Form, Run
+from convselect.freeze.candidates import Form, Run, finish
 from convselect.kernels import _library, _product, depthwise, direct, grouped
 
 
@@ -115,6 +116,19 @@ class HasEpilogue(Protocol):
     slope: float
 
     def finish(self, y: Tensor, residual: Tensor | None) -> Tensor: ...
+
+
+@dataclass
+class Epilogue:
+    """One that is not that of the layer itself."""
+
+    bias_float32: Tensor | None
+    has_residual: bool
+    activation: str | None
+    slope: float
+
+    def finish(self, y: Tensor, residual: Tensor | None) -> Tensor:
+        return finish(y, residual, self.activation, self.slope)
 
 
 class KernelCall(NamedTuple):

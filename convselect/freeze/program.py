@@ -286,15 +286,18 @@ class _Binding:
         place = self._joining.places.get(node)
         return node if place is None else place.root
 
-    def _wanted(self) -> dict[fx.Node, Wanted]:
-        """What memory is laid out for: values, and concatenations that they are parts of."""
-        wanted: dict[fx.Node, Wanted] = {}
+    def _wanted(self) -> dict[fx.Node | Step, Wanted]:
+        """What memory is laid out for: values, concatenations that they are parts of, and what steps need beside."""
+        wanted: dict[fx.Node | Step, Wanted] = {}
         for i, step in enumerate(self._program.steps):
             base = self._base(step.out)
             if self._has_memory(step) and base not in wanted:
                 joined = step.out in self._joining.places
                 n_bytes = self._joining.n_bytes(base) if joined else self._walk.forms[base].n_bytes
                 wanted[base] = Wanted(n_bytes, i, max(i, self._last.get(base, i)))
+            candidate = self._candidates.get(step)
+            if candidate is not None and candidate.scratch_bytes:
+                wanted[step] = Wanted(candidate.scratch_bytes, i, i)
         return wanted
 
     def _has_memory(self, step: Step) -> bool:
@@ -337,7 +340,10 @@ class _Binding:
         if self._has_memory(step):
             out = self._memory(step.out)
         given_x = None if fixed_x is None else views.of_x(fixed_x)
-        run: Run = candidate.bind(given_x, views.of_residual(fixed_residual), views.of_residual(out))
+        operands = [given_x, views.of_residual(fixed_residual), views.of_residual(out)]
+        if candidate.scratch_bytes:
+            operands.append(self._block[self._starts[step] :][: candidate.scratch_bytes])
+        run: Run = candidate.bind(*operands)
         if views is not _NO_VIEWS and not isinstance(run, FixedCall | FixedCalls):
             inner = run
             run = lambda x, residual=None: views.of_result(inner(views.of_x(x), views.of_residual(residual)))  # noqa: E731

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -25,9 +25,9 @@ from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Dire
 from convselect.base.settings import Settings
 from convselect.freeze import pointwise
 from convselect.freeze.bound import Bound
-from convselect.freeze.candidates import FORMATS, PHASES, Candidate, Form, Run, finish
+from convselect.freeze.candidates import FORMATS, PHASES, Candidate, Form, Run
 from convselect.freeze.chains import Layer
-from convselect.freeze.kernel import KERNELS, FixedCall, FixedCalls, Kernel, KernelCall
+from convselect.freeze.kernel import KERNELS, Epilogue, FixedCall, FixedCalls, Kernel, KernelCall
 from convselect.freeze.layer import FrozenLayer
 from convselect.kernels import _library
 from convselect.kernels._contract import Grade
@@ -104,7 +104,8 @@ class FrozenTransposed(FrozenLayer):
             self._axes[phases.problem] = phases.axes
             kernels = tuple(k._replace(label=f"{k.label or k.algorithm}{PHASES}") for k in map(_kept, KERNELS))
             y_form = Form.dense(phases.problem.y_shape, layout, problem.torch_dtype)
-            found += self.kernel_candidates(kernels, phases.problem, settings, x_form, y_form)
+            more = self.kernel_candidates(kernels, phases.problem, settings, x_form, y_form)
+            found += [replace(c, scratch_bytes=y_form.n_bytes) if phases.moves_rows else c for c in more]
         return found
 
     def _native(self, layout: str) -> Candidate:
@@ -127,7 +128,7 @@ class FrozenTransposed(FrozenLayer):
     def _gradient_bind(self, kernel: Kernel, problem: ConvProblem, x_form: Form, y_form: Form) -> Any:
         function = _library._function(kernel.name, len(kernel.leading_ints))
         structure = _library._conv(problem, problem.layout, CONTIGUOUS, problem.threads, _library.isa())
-        plain = _Epilogue(None, False, None, self.slope)
+        plain = Epilogue(None, False, None, self.slope)
 
         def bind(x: Tensor | None, residual: Tensor | None, out: Tensor | None) -> Run:
             weight = self.weight
@@ -176,13 +177,13 @@ class FrozenTransposed(FrozenLayer):
         def native(x: Tensor, residual: Tensor | None = None) -> Tensor:
             return view.taken_apart(self.native(x, None if residual is None else view.put_together(residual)))
 
-        def bind(x: Tensor | None, residual: Tensor | None, out: Tensor | None) -> Run:
+        def bind(x: Tensor | None, residual: Tensor | None, out: Tensor | None, scratch: Tensor | None = None) -> Run:
             weight = self.packed_for(kernel, problem)
             operands = kernel.leading_ints, (ctypes.c_void_p(weight.data_ptr()),), weight
-            epilogue = _Epilogue(self._tiled_bias(view.phases), self.has_residual, self.activation, self.slope)
+            epilogue = Epilogue(self._tiled_bias(view.phases), self.has_residual, self.activation, self.slope)
             call = KernelCall(function, structure, *operands, epilogue, native, x_form, y_form)
             if out is None or view.moves_rows:
-                memory = y_form.new() if out is not None and x is not None else None
+                memory = None if scratch is None else y_form.on(scratch)
                 inner = call.bind(x, None if residual is None else view.taken_apart(residual), memory)
                 if isinstance(inner, FixedCall) and out is not None:
                     moved = _moved(view, inner.out, out)
@@ -221,19 +222,6 @@ def _raise(status: int) -> None:
 def _kept(kernel: Kernel) -> Kernel:
     """The kernel on a weight that is kept: that of the phases is in no parameter."""
     return kernel if kernel.pack is not None else kernel._replace(pack=lambda weight, _: weight)
-
-
-@dataclass
-class _Epilogue:
-    """What `KernelCall` asks a layer for."""
-
-    bias_float32: Tensor | None
-    has_residual: bool
-    activation: str | None
-    slope: float
-
-    def finish(self, y: Tensor, residual: Tensor | None) -> Tensor:
-        return finish(y, residual, self.activation, self.slope)
 
 
 class _Axis(NamedTuple):

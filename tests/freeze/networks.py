@@ -77,6 +77,20 @@ class Residual(nn.Module):
         return {"relu": F.relu, "relu6": F.relu6, "silu": F.silu, "none": lambda t: t}[self.activation](y)
 
 
+def check_candidate(candidate, x, residual, want, tolerance=CONV):
+    """On memory of its own, and on given memory, which it does not read before it writes it."""
+    got = candidate.bind(None, None, None)(x, residual)
+    assert distance(got, want) < tolerance, candidate.name
+    if candidate.writes_out:
+        out = torch.full_like(got, torch.nan)
+        scratch = torch.full((candidate.scratch_bytes,), 255, dtype=torch.uint8)  # NaN, as floats
+        run = candidate.bind(x, residual, out, *([scratch] if candidate.scratch_bytes else []))
+        for _ in range(2):
+            run(x, residual)
+            assert distance(out, want) < tolerance, candidate.name
+            out.fill_(torch.nan)
+
+
 def frozen_outputs(model, x):
     """(eager output, frozen output at the call that plans, frozen output after it)."""
     with torch.no_grad():

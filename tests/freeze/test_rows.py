@@ -5,11 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from networks import CONV, distance, eager, needs_library, randomised, unfrozen, use_forced
+from networks import CONV, check_candidate, distance, eager, needs_library, randomised, unfrozen, use_forced
 from pairs import pairs
 from torch import nn
 
 import convselect
+from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS
+from convselect.base.settings import current
+from convselect.freeze.candidates import FORMATS
 from convselect.freeze.capture import capture
 from convselect.freeze.freeze import frozen_forwards
 from convselect.freeze.program import Program, Registry
@@ -115,6 +118,66 @@ def test_other_lengths_and_no_batch():
     x, plain = torch.randn(16, 40), randomised(Calls(BETWEEN["gelu"]))
     convselect.freeze(plain, x)
     assert distance(plain(x), eager(plain, x)) < CONV
+
+
+# ---- long filters --------------------------------------------------------------------------------------------------
+
+
+def of_length(other, y):
+    return F.pad(other, (0, y.shape[-1] - other.shape[-1]))
+
+
+def split(taps, dilation, padding, residual, length=70):
+    """(layer, its input and residual, what it computes) of a filter of so many taps."""
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv1d(32, 48, taps, padding=padding, dilation=dilation)
+            self.other = nn.Conv1d(32, 48, 1)
+
+        def forward(self, x):
+            y = self.conv(x)
+            return F.gelu(y + of_length(self.other(x), y) if residual else y)
+
+    model, x = randomised(Layer()), torch.randn(2, 32, length)
+    with torch.no_grad():
+        program = Program(capture(model, (x,)), Registry())
+        layer = next(layer for step, layer in program.layers.items() if step.target.name == "conv")
+        y = model.conv.double()(x.double())
+        other = of_length(model.other.double()(x.double()), y)
+        want = F.gelu(y + other if residual else y).unsqueeze(2)
+    return layer, x.unsqueeze(2), other.float().unsqueeze(2) if residual else None, want
+
+
+@needs_library
+@pytest.mark.parametrize("layout", [CONTIGUOUS, CHANNELS_LAST])
+@pytest.mark.parametrize("taps", range(8, 15))
+@pytest.mark.parametrize(("dilation", "padding"), [(1, 0), (1, 5), (2, 7), (3, 18)])
+@pytest.mark.parametrize("residual", [False, True])
+def test_long_filters_are_two(taps, dilation, padding, residual, layout):
+    layer, x, other, want = split(taps, dilation, padding, residual)
+    x, other = (None if t is None else t.contiguous(memory_format=FORMATS[layout]) for t in (x, other))
+    found = [c for c in layer.candidates(x, other, layout, current()) if c.name.endswith("_split")]
+    assert {c.tile for c in found} == ({4} if taps in (13, 14) else {4, 6})
+    with torch.no_grad():
+        for candidate in found:
+            check_candidate(candidate, x, other, want)
+
+
+@needs_library
+@pytest.mark.parametrize("place", [0, 40, 69])
+def test_a_long_filter_keeps_nan_where_it_is(place):
+    """Either of the two kernels may decline values that are not finite: the layer is native's then."""
+    layer, x, other, _ = split(11, 1, 5, True)
+    x[0, 3, 0, place] = torch.nan
+    with torch.no_grad():
+        want = layer.native(x, other)
+        for candidate in layer.candidates(x, other, CONTIGUOUS, current()):
+            if candidate.name.endswith("_split"):
+                out, scratch = torch.empty_like(want), torch.empty(candidate.scratch_bytes, dtype=torch.uint8)
+                for got in (candidate.bind(x, other, out, scratch)(), candidate.bind(None, None, None)(x, other)):
+                    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
 # ---- borders --------------------------------------------------------------------------------------------------------

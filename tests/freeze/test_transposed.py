@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from networks import CONV, distance, eager, needs_library, randomised, unfrozen, use_forced
+from networks import CONV, check_candidate, distance, eager, needs_library, randomised, unfrozen, use_forced
 from pairs import pairs
 from torch import nn
 
@@ -58,13 +58,7 @@ def test_every_candidate(arguments, size, batch, dims, layout):
         x, want = (t.unsqueeze(2) if dims == 1 else t for t in (x, want))
         x = x.contiguous(memory_format=FORMATS[layout])
         for candidate in layer.candidates(x, None, layout, current()):
-            got = candidate.bind(None, None, None)(x)
-            assert distance(got, want) < CONV, candidate.name
-            if candidate.writes_out:
-                out = torch.empty(want.shape).contiguous(memory_format=FORMATS[layout]).fill_(torch.nan)
-                run = candidate.bind(x, None, out)
-                run(x)
-                assert distance(out, want) < CONV, candidate.name
+            check_candidate(candidate, x, None, want)
 
 
 @needs_library
