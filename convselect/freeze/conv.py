@@ -12,7 +12,7 @@ from convselect.aten.arguments import problem_of
 from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem
 from convselect.base.settings import Settings
 from convselect.choice.budgets import is_disabled
-from convselect.freeze import split
+from convselect.freeze import split, windows
 from convselect.freeze.candidates import FORMATS, Candidate, Form, onednn_takes
 from convselect.freeze.chains import Layer
 from convselect.freeze.kernel import KERNELS, STEM
@@ -49,9 +49,8 @@ class FrozenConv(FrozenLayer):
 
     def candidates(self, x: Tensor, residual: Tensor | None, layout: str, settings: Settings) -> list[Candidate]:
         problem = self.problem(x)
-        if layout == CHANNELS_LAST and problem is not None and wrong_in_channels_last(problem):
-            return [self._native_contiguous()]
-        found = [self._native(layout)]
+        wrong = layout == CHANNELS_LAST and problem is not None and wrong_in_channels_last(problem)
+        found = [self._native_contiguous() if wrong else self._native(layout)]
         if problem is None or x.dtype != self.form.dtype or problem.dtype == "float64":
             return found
         problem = problem._replace(layout=layout, weight_layout=CONTIGUOUS)
@@ -60,7 +59,7 @@ class FrozenConv(FrozenLayer):
         plain = layout == CHANNELS_LAST and problem.is_pointwise and problem.groups == 1 and problem.dtype == "float32"
         if plain and not is_disabled("im2col_gemm", settings.disabled):
             found.append(self._gemm(problem))
-        if problem.symmetric_padding and onednn_takes(problem.dtype):
+        if problem.symmetric_padding and onednn_takes(problem.dtype) and not wrong:
             found.append(self._onednn(problem, layout))
         x_form, y_form = (
             Form.dense(shape, layout, problem.torch_dtype) for shape in (problem.x_shape, problem.y_shape)
@@ -70,7 +69,9 @@ class FrozenConv(FrozenLayer):
         if problem.is_pointwise and problem.H == problem.W == 1:  # one pixel lies the same way in both layouts
             problem = problem._replace(layout=CHANNELS_LAST)
         found += self.kernel_candidates(KERNELS, problem, settings, x_form, y_form)
-        return found + split.candidates(self, problem, settings, x_form, y_form)
+        for more in (split, windows):
+            found += more.candidates(self, problem, settings, x_form, y_form)
+        return found
 
     def _native(self, layout: str) -> Candidate:
         bias, memory_format, key = self.bias, FORMATS[layout], ("native", layout)

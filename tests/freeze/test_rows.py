@@ -11,7 +11,7 @@ from torch import nn
 
 import convselect
 from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS
-from convselect.base.settings import current
+from convselect.base.settings import current, exactly
 from convselect.freeze.candidates import FORMATS
 from convselect.freeze.capture import capture
 from convselect.freeze.freeze import frozen_forwards
@@ -178,6 +178,46 @@ def test_a_long_filter_keeps_nan_where_it_is(place):
                 out, scratch = torch.empty_like(want), torch.empty(candidate.scratch_bytes, dtype=torch.uint8)
                 for got in (candidate.bind(x, other, out, scratch)(), candidate.bind(None, None, None)(x, other)):
                     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+@needs_library
+@pytest.mark.parametrize(("taps", "stride"), [(2, 2), (3, 2), (3, 1), (10, 5), (4, 6)])
+@pytest.mark.parametrize("channels", [1, 48, 64])
+@pytest.mark.parametrize("residual", [False, True])
+def test_windows_are_rows_of_a_product(taps, stride, channels, residual):
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv1d(channels, 64, taps, stride)
+
+        def forward(self, x, other):
+            return F.silu(self.conv(x) + other if residual else self.conv(x))
+
+    model, x = randomised(Layer()), torch.randn(1, channels, 301)
+    with torch.no_grad():
+        other = torch.randn(model.conv(x).shape)
+        (layer,) = Program(capture(model, (x, other)), Registry()).layers.values()
+        want = model.double()(x.double(), other.double()).unsqueeze(2)
+        x, other = (t.unsqueeze(2).contiguous(memory_format=torch.channels_last) for t in (x, other))
+        given = other if residual else None
+        found = {c.name: c for c in layer.candidates(x, given, CHANNELS_LAST, current())}
+        assert ("strassen_windows" in found) == (taps * channels % 2 == 0)  # Strassen's halves
+        if "strassen_windows" in found:
+            check_candidate(found["strassen_windows"], x, given, want)
+        exact = layer.candidates(x, given, CHANNELS_LAST, exactly(current()))
+        assert "strassen_windows" not in {c.name for c in exact}
+
+
+@needs_library
+def test_padded_windows_are_no_rows():
+    for model in (nn.Conv1d(64, 64, 3, padding=1), nn.Conv1d(64, 64, 3, dilation=2), nn.Conv1d(64, 64, 3, groups=2)):
+        x = torch.randn(1, 64, 300)
+        with torch.no_grad():
+            (layer,) = Program(capture(nn.Sequential(model).eval(), (x,)), Registry()).layers.values()
+            x = x.unsqueeze(2).contiguous(memory_format=torch.channels_last)
+            found = {c.name for c in layer.candidates(x, None, CHANNELS_LAST, current())}
+        assert "direct" in found
+        assert "strassen_windows" not in found
 
 
 # ---- borders --------------------------------------------------------------------------------------------------------
