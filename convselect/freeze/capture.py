@@ -141,7 +141,8 @@ def layer_name(weight: Node) -> str:
 
 def owner(name: str) -> str:
     """The module that a tensor of this name belongs to, parametrised or not."""
-    return name.partition(".parametrizations.")[0] if ".parametrizations." in name else name.rpartition(".")[0]
+    before, found, _ = f".{name}".partition(".parametrizations.")
+    return before[1:] if found else name.rpartition(".")[0]
 
 
 def _same(a: dict[str, Any], b: dict[str, Any]) -> bool:

@@ -16,8 +16,9 @@ _SCRIPTING = (
 )
 _SAME_IN_TRAINING = frozenset({
     *SELECTED, *SELECTED.values(), nn.Linear, nn.LayerNorm, nn.GroupNorm, nn.ReLU, nn.ReLU6, nn.SiLU,
-    nn.GELU, nn.Sigmoid, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.Flatten, nn.Identity, nn.Upsample,
-    nn.Sequential, nn.ModuleList, nn.ModuleDict,
+    nn.GELU, nn.GLU, nn.ELU, nn.LeakyReLU, nn.Tanh, nn.Sigmoid, nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool1d, nn.AvgPool2d,
+    nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.Flatten, nn.Identity, nn.Upsample, nn.Sequential, nn.ModuleList,
+    nn.ModuleDict,
 })  # fmt: skip
 ATTRIBUTES = ("forward", "train", "__prepare_scriptable__")
 """What `freeze` sets on a module and `unfreeze` removes."""

@@ -120,6 +120,45 @@ def test_other_lengths_and_no_batch():
     assert distance(plain(x), eager(plain, x)) < CONV
 
 
+@use_forced
+@pytest.mark.parametrize("expands", [False, True])
+def test_inverted_residuals(expands):
+    """Also as one call: `freeze/residual.py`."""
+    c = 64 if expands else 16
+    first = [nn.Conv1d(16, c, 1), nn.BatchNorm1d(c), nn.ReLU6()] if expands else []
+    body = nn.Sequential(
+        *first, nn.Conv1d(c, c, 3, padding=1, groups=c), nn.BatchNorm1d(c), nn.ReLU6(), nn.Conv1d(c, 16, 1)
+    )
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.last = body, nn.Conv1d(16, 16, 3)
+
+        def forward(self, x):
+            x = self.last(x)
+            return self.last(x + self.body(x))
+
+    model, x = randomised(Block()), torch.randn(2, 16, 50)
+    convselect.freeze(model, x)
+    for _ in range(2):
+        assert distance(model(x), eager(model, x)) < CONV
+
+
+def test_explained_and_summarised():
+    model = randomised(nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Conv1d(8, 16, 3)), nn.GELU()))
+    x = torch.randn(1, 8, 20)
+    convselect.freeze(model, x)
+    report = convselect.summary(model)
+    assert report.fused == {"0": ("bias", "gelu")}
+    assert report.left_alone == {}
+    assert "(1, 8, 20)" in str(report)
+    assert convselect.explain(model[0], x)
+    alone = nn.utils.parametrizations.weight_norm(nn.Conv1d(8, 16, 3)).eval()
+    convselect.freeze(alone, x)
+    assert convselect.summary(alone).fused == {"": ("bias",)}
+
+
 # ---- long filters --------------------------------------------------------------------------------------------------
 
 
