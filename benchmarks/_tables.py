@@ -242,6 +242,18 @@ def timm_table(measured: Mapping[str, Mapping[str, Any]], threads: int = 1) -> s
     return table(("network", *header), [*rows, ["geometric mean", *whole]])
 
 
+def clients_table(run: Mapping[str, Any]) -> str:
+    """`run`: what `python -m benchmarks.clients` wrote, of one number of threads."""
+    sides = ("converted", "frozen")
+    rows, gains = [], {side: [float(r["over_eager"][side][0]) for r in run["results"]] for side in sides}
+    for i, r in enumerate(run["results"]):
+        errors = " / ".join(f"{r['error'][side]:.1e}" for side in ("eager", "frozen"))
+        name = r["network"].rpartition(":")[2]
+        rows.append([name, *(f"{gains[side][i]:.2f}" for side in sides), errors])
+    means = [f"{geometric_mean(gains[side]):.2f}" for side in sides]
+    return table(("network", *sides, "error: stock / frozen"), [*rows, ["geometric mean", *means, ""]])
+
+
 def layers_table(measured: Mapping[str, Mapping[str, Any]]) -> str:
     """`measured`: instruction set -> what `python -m benchmarks.single_layers` wrote."""
     kinds = next(iter(measured.values()))["kinds"]
@@ -343,6 +355,7 @@ def tables() -> dict[str, str]:
         "demo": demo_table(demos),
         "networks": networks_table(read(NETWORKS.name)),
         "timm": timm_table({title: read(name) for title, name in TIMM.items()}),
+        "clients": clients_table(read("clients-avx512-1-thread.json")),
         "layers": layers_table({"AVX-512": read("layers-avx512-1-thread.json")}),
         "policies": policies_table(read("policies-avx512-1-thread.json")),
         "trials": trials_table(verified),

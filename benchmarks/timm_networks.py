@@ -173,7 +173,7 @@ def table(results: Sequence[Result], mode: str, threads: int) -> Table:
     for heading in ("eager\nms", *(_HEADINGS[side] for side in sides), *more, "rounds\n"):
         made.add_column(heading, justify="right", no_wrap=True)
     for r in sorted(group, key=lambda r: r.over_best or (0.0,)):
-        row = [r.network, f"{r.median_us['eager'] / 1e3:.1f}"]
+        row = [r.network.rpartition(":")[2], f"{r.median_us['eager'] / 1e3:.1f}"]
         row += [_cell(r, side) for side in sides]
         if not trains:
             best, planned = r.over_best, r.seconds.get("frozen")

@@ -21,8 +21,9 @@ from torch.utils import _pytree as pytree
 from convselect.base.settings import Settings, exactly
 from convselect.freeze.candidates import distance
 from convselect.freeze.chains import Step
-from convselect.freeze.program import Program, nodes_in, views_of
+from convselect.freeze.program import Program, nodes_in
 from convselect.freeze.remembered import Key, Remembered
+from convselect.freeze.views import views_of
 
 # The distance of two direct computations is about 1.4 times the error of either: 9 times the model's own error.
 _MOST = 6.5

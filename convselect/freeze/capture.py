@@ -112,8 +112,9 @@ def capture(root: nn.Module, args: tuple[Any, ...]) -> Captured:
     if changed:
         raise Uncapturable("forward changes attributes of the model")
     where = _places(root)
-    # What is in no module is a literal of the forward, or it is refused for being another constant.
-    captured = Captured(graph, results, spec, reads=[where[id(t)][1] for t in values_read if id(t) in where])
+    if any(id(t) not in where for t in values_read):
+        raise Uncapturable("forward reads a value of a tensor that is in no module")
+    captured = Captured(graph, results, spec, reads=[where[id(t)][1] for t in values_read])
     _name_constants(graph, where)
     for node in graph.nodes:
         if node.op == "call_function" and _writes(node) and node.args[0].op == "get_attr":
@@ -187,7 +188,8 @@ class _Recorder(TorchDispatchMode):
         node = self.node(t)
         if not is_constant(node):
             return False
-        found = [source.meta["tensor"] for source in Constants(read).sources(node)]
+        sources = [source for source in Constants(read).sources(node) if not _is_literal(source)]
+        found = [source.meta["tensor"] for source in sources]
         if any(source.numel() > _MOST_READ for source in found):
             return False
         self.values_read += found
@@ -299,7 +301,7 @@ def _name_constants(graph: fx.Graph, where: dict[int, tuple[str, Source]]) -> No
         t = node.meta.pop("tensor")
         if id(t) in where:
             name, source = where[id(t)]
-        elif all(user.target is _aten.lift_fresh_copy.default for user in node.users):
+        elif _is_literal(node):
             name, source = f"literal.{i}", ({"literal": t}, "literal")  # torch.tensor(..) in the forward
         else:
             raise Uncapturable("forward uses a tensor that is in no module")
@@ -311,6 +313,11 @@ def _name_constants(graph: fx.Graph, where: dict[int, tuple[str, Source]]) -> No
             continue
         first[name] = node
         node.target, node.meta["source"] = name, source
+
+
+def _is_literal(node: Node) -> bool:
+    """Whether this constant is a torch.tensor(..) of the forward."""
+    return bool(node.users) and all(user.target is _aten.lift_fresh_copy.default for user in node.users)
 
 
 def _writes(node: Node) -> bool:

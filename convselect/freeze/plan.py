@@ -24,10 +24,11 @@ from convselect.freeze.candidates import Candidate, OtherForm, distance, timed
 from convselect.freeze.chains import Step
 from convselect.freeze.layer import FrozenLayer, Search
 from convselect.freeze.passes import maker_of
-from convselect.freeze.program import Program, Walk, nodes_in, views_of
+from convselect.freeze.program import Program, Walk, nodes_in
 from convselect.freeze.progress import bar
 from convselect.freeze.remembered import Key, Remembered
 from convselect.freeze.residual import Fused, fuse
+from convselect.freeze.views import views_of
 
 _AS_IT_WAS = "eager"
 _ROUNDS = 9

@@ -7,7 +7,7 @@ import functools
 import hashlib
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -30,6 +30,7 @@ from convselect.freeze.reduce import concatenate
 from convselect.freeze.residual import Fused, blocks
 from convselect.freeze.runner import joined
 from convselect.freeze.transposed import FrozenTransposed
+from convselect.freeze.views import NO_VIEWS, views_of
 
 _aten = torch.ops.aten
 # Captured for contiguous tensors; between frozen layers they may lie otherwise.
@@ -344,7 +345,7 @@ class _Binding:
         if candidate.scratch_bytes:
             operands.append(self._block[self._starts[step] :][: candidate.scratch_bytes])
         run: Run = candidate.bind(*operands)
-        if views is not _NO_VIEWS and not isinstance(run, FixedCall | FixedCalls):
+        if views is not NO_VIEWS and not isinstance(run, FixedCall | FixedCalls):
             inner = run
             run = lambda x, residual=None: views.of_result(inner(views.of_x(x), views.of_residual(residual)))  # noqa: E731
         self.functions[step] = run
@@ -403,36 +404,3 @@ def nodes_in(arguments: Any) -> list[fx.Node]:
     found: list[fx.Node] = []
     fx.map_arg(arguments, lambda node: found.append(node))
     return found
-
-
-class Views(NamedTuple):
-    """What a layer computes on, if it is not what its step reads and makes.
-
-    Attributes:
-        of_x: from the step's input to the layer's.
-        of_result: from the layer's result to the step's value.
-        of_residual: from the step's residual, or memory for its value, to the layer's; None stays None.
-    """
-
-    of_x: Callable[[Any], Any]
-    of_result: Callable[[Any], Any]
-    of_residual: Callable[[Any], Any]
-
-
-def views_of(step: Step) -> Views:
-    """The views between a layer and its step."""
-    if step.one_row:
-        return _ONE_ROW
-    dims = step.permuted
-    if dims is None:
-        return _NO_VIEWS
-    inverse = tuple(sorted(range(len(dims)), key=dims.__getitem__))
-    return Views(_same, lambda t: t.permute(dims), lambda t: None if t is None else t.permute(inverse))
-
-
-def _same(t: Any) -> Any:
-    return t
-
-
-_NO_VIEWS = Views(_same, _same, _same)
-_ONE_ROW = Views(lambda t: t.unsqueeze(2), lambda t: t.squeeze(2), lambda t: None if t is None else t.unsqueeze(2))

@@ -189,6 +189,9 @@ def test_any_spelling(how):
     assert distance(model(x), eager(model, x)) < CONV
 
 
+ELSEWHERE = torch.tensor([3.0])  # in no module: nobody could say whether it changes
+
+
 class Unfit(nn.Module):
     """What a list of operations with fixed sizes cannot say."""
 
@@ -200,6 +203,8 @@ class Unfit(nn.Module):
         y = self.conv(x)
         if self.how == "item":
             return y * y.mean().item()
+        if self.how == "item of a tensor elsewhere":
+            return y * ELSEWHERE[0].item()
         if self.how == "mask":
             return y[y > 0].sum()
         if self.how == "nonzero":
@@ -214,13 +219,14 @@ class Holder:
         self.value = value
 
 
-@pytest.mark.parametrize("how", ["item", "mask", "nonzero", "object"])
+@pytest.mark.parametrize("how", ["item", "item of a tensor elsewhere", "mask", "nonzero", "object"])
 def test_what_depends_on_more_than_sizes(how):
     model = randomised(Unfit(how))
     for x in (torch.randn(1, 4, 5, 5), -torch.rand(1, 4, 5, 5)):
         convselect.freeze(model, x)
         with torch.no_grad():
             model.scale.add_(1)
+            ELSEWHERE.add_(1)
             got, want = model(-x), eager(model, -x)
         got, want = (got.value, want.value) if how == "object" else (got, want)
         assert distance(got, want) < CONV
