@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from convselect.base.problem import ConvProblem, Direction, conv_problem
+from convselect.base.volumes import volume_problem
 
 PROBLEMS: dict[str, ConvProblem] = {
     "3x3": conv_problem(2, 8, 9, 9, 6, 3, 3, padding=1),
@@ -60,6 +61,48 @@ PROBLEMS: dict[str, ConvProblem] = {
     "one column": conv_problem(2, 3, 40, 1, 4, 3, 3, padding=1),
 }
 
+VOLUMES: dict[str, ConvProblem] = {
+    "3x3x3": volume_problem(2, 8, 5, 9, 9, 6, 3, 3, 3, padding=1),
+    "3x3x3 no padding": volume_problem(1, 5, 6, 8, 11, 7, 3, 3, 3),
+    "3x3x3 uneven padding": volume_problem(2, 3, 4, 7, 6, 4, 3, 3, 3, padding=(1, 0, 2, 0, 1, 3)),
+    "3x3x3 many channels": volume_problem(1, 32, 4, 10, 10, 24, 3, 3, 3, padding=1),
+    "3x3x3 wide padding": volume_problem(1, 3, 2, 4, 5, 4, 3, 3, 3, padding=3),
+    "3x3x3 one channel": volume_problem(2, 1, 6, 10, 8, 4, 3, 3, 3, padding=1),
+    "3x3x3 one output channel": volume_problem(1, 4, 5, 6, 7, 1, 3, 3, 3, padding=1),
+    "3x3x3 stride 2": volume_problem(2, 6, 7, 12, 11, 8, 3, 3, 3, stride=2, padding=1),
+    "3x3x3 stride (1, 2, 2)": volume_problem(1, 4, 5, 9, 9, 6, 3, 3, 3, stride=(1, 2, 2), padding=1),
+    "3x3x3 stride (2, 1, 1)": volume_problem(1, 4, 7, 8, 9, 6, 3, 3, 3, stride=(2, 1, 1), padding=1),
+    "3x3x3 dilation 2": volume_problem(1, 4, 9, 11, 10, 6, 3, 3, 3, padding=2, dilation=2),
+    "3x3x3 dilation (2, 1, 1)": volume_problem(2, 4, 8, 9, 7, 6, 3, 3, 3, padding=(2, 1, 1), dilation=(2, 1, 1)),
+    "3x3x3 groups 2": volume_problem(2, 8, 4, 9, 8, 6, 3, 3, 3, padding=1, groups=2),
+    "3x3x3 one slice": volume_problem(2, 4, 1, 9, 8, 6, 3, 3, 3, padding=1),
+    "3x3x3 one voxel": volume_problem(3, 4, 1, 1, 1, 5, 3, 3, 3, padding=1),
+    "1x3x3": volume_problem(2, 6, 4, 9, 10, 8, 1, 3, 3, padding=(0, 1, 1)),
+    "1x3x3 stride (1, 2, 2)": volume_problem(1, 6, 4, 9, 10, 8, 1, 3, 3, stride=(1, 2, 2), padding=(0, 1, 1)),
+    "1x3x3 stride (2, 1, 1)": volume_problem(1, 6, 5, 9, 10, 8, 1, 3, 3, stride=(2, 1, 1), padding=(0, 1, 1)),
+    "3x1x1": volume_problem(2, 6, 7, 5, 6, 8, 3, 1, 1, padding=(1, 0, 0)),
+    "3x1x1 stride (2, 1, 1)": volume_problem(1, 6, 7, 5, 6, 8, 3, 1, 1, stride=(2, 1, 1), padding=(1, 0, 0)),
+    "7x1x1 padded all round": volume_problem(1, 4, 9, 5, 6, 3, 7, 1, 1, padding=(3, 1, 0)),
+    "1x1x1": volume_problem(2, 16, 4, 5, 6, 12, 1, 1, 1),
+    "1x1x1 stride 2": volume_problem(2, 8, 5, 7, 6, 6, 1, 1, 1, stride=2),
+    "1x1x1 padded depth": volume_problem(1, 4, 3, 5, 6, 3, 1, 1, 1, padding=(1, 0, 0)),
+    "5x5x5": volume_problem(1, 3, 8, 12, 13, 4, 5, 5, 5, padding=2),
+    "stem 7x7x7 stride 2": volume_problem(1, 1, 12, 18, 17, 8, 7, 7, 7, stride=2, padding=3),
+    "stem 3x7x7 stride (1, 2, 2)": volume_problem(1, 3, 4, 18, 17, 8, 3, 7, 7, stride=(1, 2, 2), padding=(1, 3, 3)),
+    "patch 2x4x4": volume_problem(2, 3, 8, 12, 16, 8, 2, 4, 4, stride=(2, 4, 4)),
+    "patch 4x4x4, one channel": volume_problem(1, 1, 12, 8, 16, 8, 4, 4, 4, stride=4),
+    "patch with a rest": volume_problem(1, 3, 5, 10, 11, 8, 2, 4, 4, stride=(2, 4, 4)),
+    "2x2x2 stride 2": volume_problem(1, 9, 6, 6, 8, 10, 2, 2, 2, stride=2),
+    "depthwise 3x3x3": volume_problem(2, 12, 6, 9, 10, 12, 3, 3, 3, padding=1, groups=12),
+    "depthwise 5x5x5 stride 2": volume_problem(1, 8, 9, 11, 10, 8, 5, 5, 5, stride=2, padding=2, groups=8),
+    "depthwise 7x7x7": volume_problem(1, 4, 8, 10, 9, 4, 7, 7, 7, padding=3, groups=4),
+    "depthwise 1x3x3": volume_problem(2, 6, 4, 9, 8, 6, 1, 3, 3, padding=(0, 1, 1), groups=6),
+    "depthwise multiplier 2": volume_problem(1, 5, 4, 9, 9, 10, 3, 3, 3, padding=1, groups=5),
+    "even kernel, same": volume_problem(2, 3, 6, 8, 9, 4, 2, 4, 2, padding="same"),
+    "one row": volume_problem(1, 3, 5, 1, 20, 4, 3, 3, 3, padding=1),
+}
+"""The same in three dimensions."""
+
 LAYOUTS = ("contiguous", "channels_last", "expanded", "channel_slice", "offset", "transposed")
 
 
@@ -73,7 +116,7 @@ def random_operands(
     def draw(shape: tuple[int, ...], how: str) -> torch.Tensor:
         return arranged(torch.randn(shape, generator=generator, dtype=torch.float64).to(p.torch_dtype), how)
 
-    fan_in = max(1, p.C // p.groups * p.R * p.S)
+    fan_in = max(1, p.C // p.groups * p.T * p.R * p.S)
     weight = draw(p.weight_shape, weight_layout)
     if weight_layout != "expanded":
         weight.mul_(fan_in**-0.5)
@@ -82,14 +125,14 @@ def random_operands(
 
 def arranged(tensor: torch.Tensor, how: str) -> torch.Tensor:
     """The same shape in one of the memory arrangements that callers produce; values equal except for "expanded"."""
-    N, C, H, W = tensor.shape
+    N, C, *size = tensor.shape
+    last = torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
     if how == "channels_last":
-        return torch.empty_like(tensor, memory_format=torch.channels_last).copy_(tensor)
+        return torch.empty_like(tensor, memory_format=last).copy_(tensor)
     if how == "expanded":
-        return tensor[:1, :1].expand(N, C, H, W)
+        return tensor[:1, :1].expand(N, C, *size)
     if how == "channel_slice":
-        wide = torch.full((N, 2 * C + 1, H, W), float("nan"), dtype=tensor.dtype)
-        wide = wide.contiguous(memory_format=torch.channels_last)
+        wide = torch.full((N, 2 * C + 1, *size), float("nan"), dtype=tensor.dtype).contiguous(memory_format=last)
         wide[:, 1 : C + 1] = tensor
         return wide[:, 1 : C + 1]
     if how == "offset":

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import pickle
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from problems import PROBLEMS, random_operands
+from problems import PROBLEMS, VOLUMES, random_operands
 
 from convselect.base.problem import (
     ConvProblem,
@@ -17,6 +18,7 @@ from convselect.base.problem import (
     layout_of,
     padding_sides,
 )
+from convselect.base.volumes import triple, volume_padding, volume_problem
 
 
 @pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS.keys())
@@ -32,18 +34,33 @@ def test_derived_sizes_are_those_of_pytorch(problem):
     assert p.bytes == x.nbytes + weight.nbytes + y.nbytes
 
 
+@pytest.mark.parametrize("problem", VOLUMES.values(), ids=VOLUMES.keys())
+def test_derived_sizes_of_volumes_are_those_of_pytorch(problem):
+    p = problem
+    x, weight, grad_y = random_operands(p)
+    assert x.dim() == 5
+    padded = F.pad(x, (p.pad_left, p.pad_right, p.pad_top, p.pad_bottom, p.pad_front, p.pad_back))
+    y = F.conv3d(padded, weight, None, (p.stride_d, *p.stride), 0, (p.dil_d, *p.dilation), p.groups)
+    assert y.shape == p.y_shape == grad_y.shape
+    assert y.shape[2] == p.O
+    assert (p.x_bytes, p.weight_bytes, p.y_bytes) == (x.nbytes, weight.nbytes, y.nbytes)
+    assert p.flops == 2 * y.numel() * weight[0].numel()
+    assert p.is_possible
+    assert not p.is_oversized
+    assert [p.with_direction(d).result_shape for d in Direction] == [y.shape, x.shape, weight.shape]
+
+
 @pytest.mark.parametrize("direction", Direction)
 def test_gemm_shape_holds_all_the_work_and_the_result(direction):
-    for problem in PROBLEMS.values():
+    for problem in (*PROBLEMS.values(), *VOLUMES.values()):
         p = problem.with_direction(direction)
         gemm = p.gemm
         assert 2 * gemm.batch * gemm.m * gemm.n * gemm.k == p.flops
         result = gemm.batch * gemm.m * gemm.n
         if direction == Direction.BACKWARD_DATA:  # the product is scattered onto the image
-            assert result == p.N * p.P * p.Q * p.C * p.R * p.S
+            assert result == p.N * p.O * p.P * p.Q * p.C * p.T * p.R * p.S
         else:
-            N, A, B, D = p.result_shape
-            assert result == N * A * B * D
+            assert result == math.prod(p.result_shape)
 
 
 def test_a_direct_count_of_multiplications():
@@ -76,7 +93,17 @@ problems = st.builds(
     threads=st.integers(1, 64),
     frozen=st.booleans(),
 )
-possible = problems.filter(lambda problem: problem.why_impossible() is None)
+volumes = st.builds(
+    ConvProblem._replace,
+    problems,
+    D=st.integers(1, 9),
+    T=st.integers(1, 5),
+    stride_d=st.integers(1, 3),
+    pad_front=st.integers(0, 2),
+    pad_back=st.integers(0, 2),
+    dil_d=st.integers(1, 3),
+)
+possible = (problems | volumes).filter(lambda problem: problem.why_impossible() is None)
 
 
 @given(possible | problems.map(lambda problem: problem._replace(groups=1, dil_h=1, dil_w=1, R=1, S=1)))
@@ -113,6 +140,50 @@ def test_what_no_convolution_has_is_no_problem(change):
         ConvProblem.parse(str(p).replace("N=1", "N=0"))
 
 
+@pytest.mark.parametrize(
+    "change", [dict(D=0), dict(T=0), dict(pad_front=-1), dict(stride_d=0), dict(dil_d=0), dict(T=5), dict(D="1")]
+)
+def test_what_no_convolution_of_volumes_has(change):
+    p = volume_problem(1, 8, 3, 9, 9, 6, 3, 3, 3, padding=(0, 1, 1))
+    assert p.why_impossible() is None
+    assert p._replace(**change).why_impossible() is not None
+
+
+def test_an_image_has_the_key_and_the_text_that_it_always_had():
+    """Stores hold texts, and plans are found by hash and equality."""
+    p = conv_problem(2, 8, 9, 9, 6, 3, 3, padding=1, groups=2, direction="backward_data", layout="channels_last")
+    assert str(p) == (
+        "backward_data N=2 C=8 H=9 W=9 K=6 R=3 S=3 pad_top=1 pad_bottom=1 pad_left=1 pad_right=1 groups=2 "
+        "layout=channels_last"
+    )
+    assert not p.is_volume
+    assert p.O == 1
+    assert ConvProblem._fields[-7:] == ("frozen", "D", "T", "stride_d", "pad_front", "pad_back", "dil_d")
+    assert volume_problem(2, 8, 1, 9, 9, 6, 1, 3, 3, padding=(0, 1, 1), stride=(2, 1, 1), dilation=(3, 1, 1)) == (
+        conv_problem(2, 8, 9, 9, 6, 3, 3, padding=1)
+    )
+
+
+def test_a_volume_in_a_few_characters():
+    p = volume_problem(1, 32, 16, 64, 64, 64, 3, 3, 3, padding=1, stride=2)
+    assert p.brief == "1x32x16x64x64 -> 64, 3x3x3 s2 p1"
+    assert p._replace(pad_back=0, stride_d=1, dil_d=2).brief == (
+        "1x32x16x64x64 -> 64, 3x3x3 s(1,2,2) p(1,0,1,1,1,1) d(2,1,1)"
+    )
+    flat = conv_problem(1, 64, 56, 56, 64, 3, 3, stride=(1, 2), padding=(1, 0, 1, 1), dtype="bfloat16")
+    assert flat.brief == "1x64x56x56 -> 64, 3x3 s(1,2) p(1,0,1,1) bfloat16"
+
+
+def test_sides_of_volumes():
+    assert triple(2) == triple((2,)) == (2, 2, 2)
+    with pytest.raises(ValueError, match="unpack"):
+        triple((1, 2))
+    assert volume_padding("valid", (3, 3, 3), (1, 1, 1)) == (0,) * 6
+    assert volume_padding("same", (4, 3, 2), (1, 2, 3)) == (1, 2, 2, 2, 1, 2)
+    assert volume_padding((1, 2, 3), (3, 3, 3), (1, 1, 1)) == (1, 1, 2, 2, 3, 3)
+    assert volume_padding((1, 2, 3, 4, 5, 6), (3, 3, 3), (1, 1, 1)) == (1, 2, 3, 4, 5, 6)
+
+
 def test_padding_sides():
     assert padding_sides("valid", (3, 3), (1, 1)) == (0, 0, 0, 0)
     assert padding_sides("same", (4, 2), (1, 3)) == (1, 2, 1, 2)
@@ -128,6 +199,12 @@ def test_kinds():
     assert conv_problem(1, 3, 8, 8, 8, 4, 4, stride=4).is_patch
     assert conv_problem(1, 8, 8, 8, 16, 3, 3, groups=8).is_depthwise
     assert not conv_problem(1, 1, 8, 8, 16, 3, 3).is_depthwise
+    assert volume_problem(1, 8, 4, 4, 4, 8, 1, 1, 1).is_pointwise
+    assert not volume_problem(1, 8, 4, 4, 4, 8, 3, 1, 1).is_pointwise
+    assert not volume_problem(1, 8, 4, 4, 4, 8, 1, 1, 1, stride=(2, 1, 1)).is_pointwise
+    assert volume_problem(1, 3, 8, 8, 8, 8, 2, 4, 4, stride=(2, 4, 4)).is_patch
+    assert not volume_problem(1, 3, 8, 8, 8, 8, 3, 4, 4, stride=(2, 4, 4)).is_patch
+    assert not volume_problem(1, 3, 8, 8, 8, 8, 2, 4, 4, stride=(2, 4, 4), padding=(2, 0, 0)).is_patch
 
 
 def test_layouts_and_their_strides():
@@ -138,5 +215,13 @@ def test_layouts_and_their_strides():
         ):
             fresh = torch.empty(shape, memory_format=memory_format)
             assert canonical_strides(shape, layout) == fresh.stride()
+    for shape in ((2, 3, 6, 4, 5), (1, 1, 6, 4, 5), (2, 3, 1, 1, 1), (0, 3, 6, 4, 5), (2, 3, 6, 0, 5)):
+        for layout, memory_format in (
+            ("contiguous", torch.contiguous_format),
+            ("channels_last", torch.channels_last_3d),
+        ):
+            assert canonical_strides(shape, layout) == torch.empty(shape, memory_format=memory_format).stride()
+    assert layout_of(torch.empty(2, 3, 6, 4, 5, memory_format=torch.channels_last_3d)) == "channels_last"
+    assert layout_of(torch.empty(2, 3, 6, 4, 5)[..., ::2]) == "strided"
     assert layout_of(torch.empty(2, 3, 4, 5, memory_format=torch.channels_last)) == "channels_last"
     assert layout_of(torch.empty(2, 3, 4, 5)[:, ::2]) == "strided"

@@ -2,6 +2,7 @@
 
 All three directions are written in the *forward* convention: x (N, C, H, W), weight (K, C/groups, R, S),
 y (N, K, P, Q). The direction is part of the problem, so one layer has three problems with three choices.
+A volume has a depth besides: x (N, C, D, H, W), weight (K, C/groups, T, R, S), y (N, K, O, P, Q).
 Derived quantities (output size, FLOPs, bytes, GEMM shape) are computed here. `model/features.py` has some of them as
 logarithms, for speed; a test compares the two.
 """
@@ -64,6 +65,7 @@ class ConvProblem(NamedTuple):
     Sizes are in elements; `pad_*` is zero padding per side; `C` is the full number of input channels.
     `layout` is the memory layout of the activation that streams through (x for forward and backward_weight,
     grad_y for backward_data), `weight_layout` that of the weight: "contiguous", "channels_last" or "strided".
+    The fields of depth, which come last, keep their defaults for an image: its key and its text do not name them.
     """
 
     direction: Direction
@@ -91,8 +93,24 @@ class ConvProblem(NamedTuple):
     deterministic: bool = False
     tf32: bool = False
     frozen: bool = False
+    D: int = 1
+    T: int = 1
+    stride_d: int = 1
+    pad_front: int = 0
+    pad_back: int = 0
+    dil_d: int = 1
 
     # ---- derived quantities -------------------------------------------------------------------------------------
+
+    @property
+    def is_volume(self) -> bool:
+        """Whether there is a depth: any of its fields differs from its default. Shapes then have five sizes."""
+        return self[IMAGE_FIELDS:] != _NO_DEPTH
+
+    @property
+    def O(self) -> int:  # noqa: E743  the letter of the output depth, as P and Q are those of height and width
+        """Output depth; 1 for an image."""
+        return (self.D + self.pad_front + self.pad_back - self.dil_d * (self.T - 1) - 1) // self.stride_d + 1
 
     @property
     def P(self) -> int:
@@ -105,19 +123,21 @@ class ConvProblem(NamedTuple):
         return (self.W + self.pad_left + self.pad_right - self.dil_w * (self.S - 1) - 1) // self.stride_w + 1
 
     @property
-    def x_shape(self) -> tuple[int, int, int, int]:
-        return (self.N, self.C, self.H, self.W)
+    def x_shape(self) -> tuple[int, ...]:
+        """(N, C, H, W), and (N, C, D, H, W) of a volume; likewise the next."""
+        return (self.N, self.C, self.D, self.H, self.W) if self.is_volume else (self.N, self.C, self.H, self.W)
 
     @property
-    def weight_shape(self) -> tuple[int, int, int, int]:
-        return (self.K, self.C // self.groups, self.R, self.S)
+    def weight_shape(self) -> tuple[int, ...]:
+        filters = (self.K, self.C // self.groups)
+        return (*filters, self.T, self.R, self.S) if self.is_volume else (*filters, self.R, self.S)
 
     @property
-    def y_shape(self) -> tuple[int, int, int, int]:
-        return (self.N, self.K, self.P, self.Q)
+    def y_shape(self) -> tuple[int, ...]:
+        return (self.N, self.K, self.O, self.P, self.Q) if self.is_volume else (self.N, self.K, self.P, self.Q)
 
     @property
-    def result_shape(self) -> tuple[int, int, int, int]:
+    def result_shape(self) -> tuple[int, ...]:
         """Shape of what this direction computes: y, grad_x or grad_weight."""
         if self.direction == Direction.FORWARD:
             return self.y_shape
@@ -133,17 +153,23 @@ class ConvProblem(NamedTuple):
 
     @property
     def padding(self) -> tuple[int, int, int, int]:
-        """(top, bottom, left, right)."""
+        """(top, bottom, left, right), without that along the depth."""
         return (self.pad_top, self.pad_bottom, self.pad_left, self.pad_right)
 
     @property
     def symmetric_padding(self) -> bool:
-        return self.pad_top == self.pad_bottom and self.pad_left == self.pad_right
+        p = self
+        return p.pad_top == p.pad_bottom and p.pad_left == p.pad_right and p.pad_front == p.pad_back
 
     @property
     def kernel_extent(self) -> tuple[int, int]:
         """Height and width that the dilated kernel spans."""
         return (self.dil_h * (self.R - 1) + 1, self.dil_w * (self.S - 1) + 1)
+
+    @property
+    def depth_extent(self) -> int:
+        """Depth that the dilated kernel spans."""
+        return self.dil_d * (self.T - 1) + 1
 
     @property
     def is_depthwise(self) -> bool:
@@ -152,8 +178,10 @@ class ConvProblem(NamedTuple):
 
     @property
     def is_pointwise(self) -> bool:
-        """1x1 kernel, unit stride, no padding: a plain matrix product."""
-        return self.R == self.S == self.stride_h == self.stride_w == 1 and not any(self.padding)
+        """1x1 kernel (1x1x1), unit stride, no padding: a plain matrix product."""
+        if not self.R == self.S == self.stride_h == self.stride_w == 1 or any(self.padding):
+            return False
+        return self.T == self.stride_d == 1 and not self.pad_front and not self.pad_back
 
     @property
     def is_patch(self) -> bool:
@@ -161,8 +189,9 @@ class ConvProblem(NamedTuple):
         return (
             self.stride_h == self.R
             and self.stride_w == self.S
-            and self.dil_h == self.dil_w == 1
-            and not any(self.padding)
+            and self.stride_d == self.T
+            and self.dil_h == self.dil_w == self.dil_d == 1
+            and not any((*self.padding, self.pad_front, self.pad_back))
         )
 
     @property
@@ -176,9 +205,10 @@ class ConvProblem(NamedTuple):
         A stride beyond the image is a valid one."""
         p = self
         rows, columns = p.H + p.pad_top + p.pad_bottom, p.W + p.pad_left + p.pad_right
-        if max(rows, columns, *self[1:17]) > MOST_STEPS or not self.is_possible:
+        slices = p.D + p.pad_front + p.pad_back
+        if max(rows, columns, slices, p.T, p.stride_d, p.dil_d, *self[1:17]) > MOST_STEPS or not self.is_possible:
             return True
-        return p.N * p.C * rows * columns * self.element_bytes > MOST_BYTES
+        return p.N * p.C * slices * rows * columns * self.element_bytes > MOST_BYTES
 
     @property
     def element_bytes(self) -> int:
@@ -191,19 +221,19 @@ class ConvProblem(NamedTuple):
     @property
     def flops(self) -> int:
         """Multiplications and additions of the direct sum, the same for all three directions (2 per MAC)."""
-        return 2 * self.N * self.K * self.P * self.Q * (self.C // self.groups) * self.R * self.S
+        return 2 * self.N * self.K * self.O * self.P * self.Q * (self.C // self.groups) * self.T * self.R * self.S
 
     @property
     def x_bytes(self) -> int:
-        return self.N * self.C * self.H * self.W * self.element_bytes
+        return self.N * self.C * self.D * self.H * self.W * self.element_bytes
 
     @property
     def weight_bytes(self) -> int:
-        return self.K * (self.C // self.groups) * self.R * self.S * self.element_bytes
+        return self.K * (self.C // self.groups) * self.T * self.R * self.S * self.element_bytes
 
     @property
     def y_bytes(self) -> int:
-        return self.N * self.K * self.P * self.Q * self.element_bytes
+        return self.N * self.K * self.O * self.P * self.Q * self.element_bytes
 
     @property
     def bytes(self) -> int:
@@ -213,8 +243,8 @@ class ConvProblem(NamedTuple):
     @property
     def gemm(self) -> Gemm:
         """The equivalent matrix product per group: rows are output channels, columns the result's other dimensions."""
-        G, spatial = self.groups, self.N * self.P * self.Q
-        k_out, taps = self.K // G, (self.C // G) * self.R * self.S
+        G, spatial = self.groups, self.N * self.O * self.P * self.Q
+        k_out, taps = self.K // G, (self.C // G) * self.T * self.R * self.S
         if self.direction == Direction.FORWARD:
             return Gemm(G, k_out, spatial, taps)
         if self.direction == Direction.BACKWARD_DATA:
@@ -228,17 +258,23 @@ class ConvProblem(NamedTuple):
 
     @property
     def brief(self) -> str:
-        """The problem in a few characters, without direction and threads: "1x64x56x56 -> 64, 3x3 s2 p1 bfloat16"."""
-        parts = [f"{self.N}x{self.C}x{self.H}x{self.W} -> {self.K}, {self.R}x{self.S}"]
-        if self.stride != (1, 1):
-            parts.append(
-                f"s{self.stride_h}" if self.stride_h == self.stride_w else f"s({self.stride_h},{self.stride_w})"
-            )
-        if any(self.padding):
-            same = len(set(self.padding)) == 1
-            parts.append(f"p{self.pad_top}" if same else "p" + str(self.padding).replace(" ", ""))
-        if self.dilation != (1, 1):
-            parts.append(f"d{self.dil_h}" if self.dil_h == self.dil_w else f"d({self.dil_h},{self.dil_w})")
+        """The problem in a few characters, without direction and threads: "1x64x56x56 -> 64, 3x3 s2 p1 bfloat16";
+        of a volume "1x32x16x64x64 -> 64, 3x3x3 p1"."""
+        p = self
+        image, kernel = f"{p.H}x{p.W}", f"{p.R}x{p.S}"
+        stride: tuple[int, ...] = p.stride
+        padding: tuple[int, ...] = p.padding
+        dilation: tuple[int, ...] = p.dilation
+        if p.is_volume:
+            image, kernel = f"{p.D}x{image}", f"{p.T}x{kernel}"
+            stride, dilation = (p.stride_d, *stride), (p.dil_d, *dilation)
+            padding = (p.pad_front, p.pad_back, *padding)
+        parts = [f"{p.N}x{p.C}x{image} -> {p.K}, {kernel}"]
+        for letter, values, usual in (("s", stride, 1), ("p", padding, 0), ("d", dilation, 1)):
+            if set(values) == {usual}:
+                continue
+            same = len(set(values)) == 1
+            parts.append(letter + (str(values[0]) if same else str(values).replace(" ", "")))
         if self.groups > 1:
             parts.append(f"g{self.groups}")
         if self.dtype != "float32":
@@ -303,9 +339,14 @@ class ConvProblem(NamedTuple):
             return f"C={self.C} and K={self.K} must be multiples of groups={self.groups}"
         if self.P < 1 or self.Q < 1:
             return f"the kernel spans {self.kernel_extent}, more than the padded image"
+        if self.O < 1:
+            return f"the kernel spans {self.depth_extent} slices, more than the padded depth"
         return None
 
 
+IMAGE_FIELDS = ConvProblem._fields.index("D")
+"""Number of fields ahead of those of depth."""
+_NO_DEPTH = tuple(ConvProblem._field_defaults[name] for name in ConvProblem._fields[IMAGE_FIELDS:])
 _BOOLS = {"True": True, "False": False}
 _INTEGER = re.compile("[0-9]{1,12}")
 _MOST = 2**40
@@ -387,19 +428,29 @@ def padding_sides(
 
 
 def layout_of(tensor: torch.Tensor) -> str:
-    """The memory layout of a 4-D tensor; "contiguous" if both layouts fit (one channel or one pixel)."""
+    """The memory layout of a 4-D or 5-D tensor; "contiguous" if both layouts fit (one channel or one pixel)."""
     if tensor.is_contiguous():
         return CONTIGUOUS
-    if tensor.is_contiguous(memory_format=torch.channels_last):
+    if tensor.is_contiguous(memory_format=torch.channels_last_3d if tensor.dim() == 5 else torch.channels_last):
         return CHANNELS_LAST
     return STRIDED
 
 
 def canonical_strides(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
-    """The strides of a fresh 4-D tensor in this layout, as `torch.empty(shape, memory_format=...)` gives them."""
+    """The strides of a fresh 4-D or 5-D tensor in this layout: as `torch.empty(shape, memory_format=...)`."""
+    if len(shape) == 5:
+        return _volume_strides(shape, layout)
     _, C, H, W = shape
     if layout == CHANNELS_LAST:
         return (H * W * C, 1, W * C, C)
     # In this layout torch counts an empty dimension as one when it computes strides from sizes.
     C, H, W = max(C, 1), max(H, 1), max(W, 1)
     return (C * H * W, H * W, W, 1)
+
+
+def _volume_strides(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
+    _, C, D, H, W = shape
+    if layout == CHANNELS_LAST:
+        return (D * H * W * C, 1, H * W * C, W * C, C)
+    C, D, H, W = max(C, 1), max(D, 1), max(H, 1), max(W, 1)
+    return (C * D * H * W, D * H * W, H * W, W, 1)

@@ -190,7 +190,8 @@ def is_small_product(problem: ConvProblem) -> bool:
         and p.dtype == "float32"
         and p.direction == Direction.FORWARD
         and not any(p.padding)
-        and 2 * p.N * p.C * p.H * p.W * p.K <= SMALL_PRODUCT_FLOPS
+        and 2 * p.N * p.C * p.D * p.H * p.W * p.K <= SMALL_PRODUCT_FLOPS
+        and p.is_pointwise  # of a volume, too
     )
 
 

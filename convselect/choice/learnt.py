@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Sequence
 from typing import NamedTuple
 
-from convselect.base.problem import ConvProblem
+from convselect.base.problem import IMAGE_FIELDS, ConvProblem
 from convselect.choice.choose import NATIVE, Prediction
 
 ALGORITHM_SD, LAYER_SD, SIZE_SD = 0.25, 0.3, 0.2
@@ -131,8 +131,9 @@ NEAR = -0.8
 
 
 def layer_of(problem: ConvProblem) -> str:
-    """What problems of one layer have in common, as a text that is only compared: all but N, H and W."""
-    return " ".join(map(str, problem._replace(N=0, H=0, W=0)))
+    """What problems of one layer have in common, as a text that is only compared: all but N, D, H and W."""
+    p = problem._replace(N=0, D=0, H=0, W=0) if problem.is_volume else problem._replace(N=0, H=0, W=0)[:IMAGE_FIELDS]
+    return " ".join(map(str, p))
 
 
 class Corrected:

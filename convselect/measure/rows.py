@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from convselect.base.problem import ConvProblem, Direction
+from convselect.base.problem import IMAGE_FIELDS, ConvProblem, Direction
 
 NATIVE = "native"
 STATUSES = ("ok", "wrong", "failed", "censored")
@@ -49,8 +49,10 @@ class Row(NamedTuple):
 
 
 TIMES = ("min_us", "median_us", "p20_us", "p80_us", "wall_us")
-HEADER = ("model", "kernel_class", *ConvProblem._fields, *Row._fields[2:])
-_HEADERS = (HEADER, HEADER[:-1])  # files from before problems were measured twice lack `repeat`
+_DEPTH = ConvProblem._fields[IMAGE_FIELDS:]
+HEADER = ("model", "kernel_class", *ConvProblem._fields[:IMAGE_FIELDS], *Row._fields[2:])
+"""Columns of a file. One with volumes has `_DEPTH` behind them; files of images alone are as they always were."""
+_HEADERS = (HEADER, HEADER[:-1], (*HEADER, *_DEPTH))  # files from before problems were measured twice lack `repeat`
 
 
 def kernel_class(problem: ConvProblem) -> str:
@@ -94,20 +96,25 @@ def special_kind(problem: ConvProblem) -> str:
 
 def write_rows(path: str | Path, rows: Iterable[Row]) -> None:
     """Write rows to a new file (`.gz`: compressed; the same rows give the same bytes)."""
-    data = (_HEADER_LINE + _lines(rows)).encode()
+    rows = list(rows)
+    depth = _DEPTH if any(row.problem.is_volume for row in rows) else ()
+    data = (",".join((*HEADER, *depth)) + "\n" + _lines(rows, len(depth))).encode()
     Path(path).write_bytes(gzip.compress(data, mtime=0) if Path(path).suffix == ".gz" else data)
 
 
 _HEADER_LINE = ",".join(HEADER) + "\n"
 
 
-def _lines(rows: Iterable[Row]) -> str:
+def _lines(rows: Iterable[Row], depth: int = 0) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     for row in rows:
         times = [f"{getattr(row, name):.3f}" for name in TIMES]
         head = [row.algorithm, row.revision, row.status, row.clock]
-        writer.writerow([row.model, kernel_class(row.problem), *row.problem, *head, *times, row.rounds, row.repeat])
+        if row.problem.is_volume and not depth:
+            raise ValueError(f"a file of images has no columns for {row.problem}")
+        problem, more = row.problem[:IMAGE_FIELDS], row.problem[IMAGE_FIELDS:][:depth]
+        writer.writerow([row.model, kernel_class(row.problem), *problem, *head, *times, row.rounds, row.repeat, *more])
     return text.getvalue()
 
 
@@ -145,17 +152,18 @@ def _rows(path: str | Path, lines: Sequence[str]) -> list[Row]:
     header = tuple(next(reader, ()))
     if header not in _HEADERS:
         raise ValueError(f"{path} is not a file of measured times of this version: its header differs")
-    n = 2 + len(ConvProblem._fields)
+    n = 2 + IMAGE_FIELDS
     rows = []
     for cells in reader:
         if len(cells) != len(header):
             raise ValueError(f"{path}, line {reader.line_num}: {len(cells)} fields instead of {len(header)}")
+        depth = cells[len(HEADER) :]
         missing = ["0"] * (len(HEADER) - len(header))
-        algorithm, revision, status, clock, *numbers, rounds, repeat = cells[n:] + missing
+        algorithm, revision, status, clock, *numbers, rounds, repeat = cells[n : len(HEADER)] + missing
         if status not in STATUSES:
             raise ValueError(f"{path}, line {reader.line_num}: unknown status {status!r}")
         times = dict(zip(TIMES, map(float, numbers), strict=True))
-        problem = _problem(cells[2:n])
+        problem = _problem([*cells[2:n], *depth])
         if (why := problem.why_impossible()) is not None:
             raise ValueError(f"{path}, line {reader.line_num}: {why}")
         rows.append(
@@ -167,7 +175,7 @@ def _rows(path: str | Path, lines: Sequence[str]) -> list[Row]:
 
 def _problem(cells: Sequence[str]) -> ConvProblem:
     values: list[object] = [Direction(cells[0])]
-    for name, cell in zip(ConvProblem._fields[1:], cells[1:], strict=True):
+    for name, cell in zip(ConvProblem._fields[1:], cells[1:], strict=False):
         default = ConvProblem._field_defaults.get(name, 0)
         if isinstance(default, bool):
             values.append(cell == "True")

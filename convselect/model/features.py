@@ -45,6 +45,7 @@ FEATURE_NAMES: tuple[str, ...] = (
 THIN_CHANNELS = 4
 """Per group; with fewer inputs or outputs most of a vector is empty."""
 
+_NO_STEPS = [1, 0, 0, 1]
 _FORWARD, _BACKWARD_DATA = Direction.FORWARD, Direction.BACKWARD_DATA
 
 
@@ -52,11 +53,14 @@ def features(problem: ConvProblem) -> npt.NDArray[np.float32]:
     """The feature vector of `problem`, shape (len(FEATURE_NAMES),), float32, fresh and writable.
 
     Raises:
-        ValueError: if a size is not positive (an empty batch, a kernel larger than the image).
+        ValueError: if a size is not positive (an empty batch, a kernel larger than the image), or it is a volume's.
     """
     (direction, N, C, H, W, K, R, S, stride_h, stride_w, pad_top, pad_bottom, pad_left, pad_right,
-     dil_h, dil_w, G, dtype, layout, weight_layout, _, threads, deterministic, tf32, frozen) = problem  # fmt: skip
+     dil_h, dil_w, G, dtype, layout, weight_layout, _, threads, deterministic, tf32, frozen,
+     D, T, *depth_steps) = problem  # fmt: skip
     P, Q = problem.P, problem.Q
+    if D != 1 or T != 1 or depth_steps != _NO_STEPS:
+        raise ValueError(f"these are features of images; {problem} has a depth")
     if min(N, C, H, W, K, P, Q) < 1:
         raise ValueError(f"nothing to predict: a size is not positive in {problem}")
     pad_h, pad_w = pad_top + pad_bottom, pad_left + pad_right

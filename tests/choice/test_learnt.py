@@ -11,6 +11,7 @@ import pytest
 from fake_model import FakePrediction
 
 from convselect.base.problem import Direction, conv_problem
+from convselect.base.volumes import volume_problem
 from convselect.choice import learnt as module
 from convselect.choice.learnt import (
     ALGORITHM_SD,
@@ -141,6 +142,9 @@ def test_the_oldest_layers_are_forgotten(monkeypatch):
 
 def test_a_layer_is_all_but_batch_and_image_size():
     assert layer_of(P) == layer_of(P._replace(N=8, H=28, W=30))
+    volume = volume_problem(1, 8, 4, 14, 14, 8, 3, 3, 3)
+    assert layer_of(volume) == layer_of(volume._replace(N=8, D=9, H=28, W=30)) != layer_of(volume._replace(T=1))
+    assert layer_of(P).endswith("False False False")  # nothing of depth: stores keep the text
     others = (
         P._replace(C=16), P._replace(K=16), P._replace(R=1), P._replace(groups=2), P._replace(threads=2),
         P._replace(stride_h=2), P._replace(dtype="bfloat16"), P._replace(layout="channels_last"),

@@ -10,8 +10,10 @@ import pytest
 import torch
 from synthetic import FAMILIES, MACHINE, QUICK, synthetic, write
 
+from benchmarks._rows import append_rows
 from convselect.base.problem import CHANNELS_LAST, ConvProblem, Direction, conv_problem
 from convselect.base.settings import Settings
+from convselect.base.volumes import volume_problem
 from convselect.choice.choose import choose
 from convselect.kernels._contract import GRADE_OF_PRECISION
 from convselect.kernels.pool import BY_NAME
@@ -90,6 +92,22 @@ def test_rows_survive_a_file(tmp_path: Path):
     assert read_rows(tmp_path / "t.csv")[2] == rows[2]
     (tmp_path / "t.csv").write_bytes((tmp_path / "t.csv").read_bytes()[:-20])
     assert len(read_rows(tmp_path / "t.csv")) == 2  # an unfinished line is left out
+
+
+def test_rows_of_volumes_have_columns_of_their_own(tmp_path: Path):
+    """Behind those of images, whose files have the columns that they always had."""
+    image = Row("resnet50", PROBLEM, "native", 1, "ok", "wall", 1.5, 2.25, 1.75, 3.125, 2.5, 9, 1)
+    p = volume_problem(1, 4, 8, 9, 7, 6, 3, 3, 2, stride=(2, 1, 2), padding=(1, 0, 2, 2, 1, 1), dilation=(2, 1, 1))
+    rows = [image, image._replace(problem=p), image._replace(problem=p._replace(dil_d=1, stride_d=3), repeat=0)]
+    write_rows(tmp_path / "volumes.csv", rows)
+    assert read_rows(tmp_path / "volumes.csv") == rows
+    write_rows(tmp_path / "images.csv", rows[:1])
+    header, line, _ = (tmp_path / "images.csv").read_text().split("\n")
+    assert header.endswith("threads,deterministic,tf32,frozen,algorithm,revision,status,clock,min_us,median_us,p20_us,"
+                           "p80_us,wall_us,rounds,repeat")  # fmt: skip
+    assert (tmp_path / "volumes.csv").read_text().startswith(f"{header},D,T,stride_d,pad_front,pad_back,dil_d\n{line},")
+    with pytest.raises(ValueError, match="no columns"):
+        append_rows(tmp_path / "images.csv", rows[1:])
 
 
 @pytest.mark.parametrize(

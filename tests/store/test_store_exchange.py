@@ -7,6 +7,7 @@ import json
 import pytest
 from stores import HERE, MARK, P1, P2, A, B, rows_of
 
+from convselect.base.volumes import volume_problem
 from convselect.kernels.pool import BY_NAME
 from convselect.model.dataset import read_measurements
 from convselect.store import exchange
@@ -35,6 +36,27 @@ def comparable(store, **changes):
         (store.fingerprints()[number], str(decision._replace(**changes)), made)
         for number, decision, made, _ in store.decisions()
     }
+
+
+def test_volumes_are_kept_beside_images_whose_rows_stay_as_they_were(empty, tmp_path):
+    """An image's row is found again by its text, and believed by its checksum: these are from a version that knew no
+    volumes."""
+    volume = volume_problem(1, 8, 6, 9, 9, 8, 3, 3, 3, padding=1, stride=(2, 1, 1))
+    number = empty.environment(HERE)
+    empty.put_choices(number, [A, A._replace(problem=volume, params=None)])
+    (image, text), (checksum, _) = empty.problem_texts(), (c for (c,) in empty._db.execute(
+        "select checksum from choice order by problem"
+    ))  # fmt: skip
+    assert image == "forward N=1 C=8 H=9 W=9 K=8 R=3 S=3 pad_top=1 pad_bottom=1 pad_left=1 pad_right=1"
+    assert checksum == 1714797078
+    assert text.endswith("pad_right=1 D=6 T=3 stride_d=2 pad_front=1 pad_back=1")
+    assert empty.decision(MARK, volume, A.budgets).problem == volume
+    assert empty.decision(MARK, volume._replace(T=1), A.budgets) is None
+    for name in ("c.json", "c.csv"):
+        exchange.export_choices(empty, tmp_path / name)
+        with Store(tmp_path / f"{name}.sqlite") as other:
+            assert exchange.import_choices(other, tmp_path / name) == exchange.Taken(choices=2)
+            assert comparable(other) == comparable(empty, source="import")
 
 
 @pytest.mark.parametrize("name", ["c.json", "c.csv"])
