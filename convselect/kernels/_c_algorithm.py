@@ -6,6 +6,7 @@ from torch import Tensor
 
 from convselect.base.problem import ConvProblem, Direction
 from convselect.kernels import _library
+from convselect.kernels._common import add_bias
 from convselect.kernels._contract import Algorithm, Params
 from convselect.kernels._tuning import in_order, in_slots
 
@@ -70,7 +71,7 @@ class CAlgorithm(Algorithm):
             return super().run_checked(a, b, problem, params, bias)
         if bias is not None and problem.direction != Direction.FORWARD:  # the kernels add it to y only
             result = self.run_checked(a, b, problem, params)
-            return None if result is None else result.add_(bias.view(-1, 1, 1))
+            return None if result is None else add_bias(result, bias)
         tune = () if params is None else self._tune(problem, params)
         out, finite = _library.call_checked(self.kernel, a, b, problem, leading_ints, bias, tune=tune)
         return out if finite else None

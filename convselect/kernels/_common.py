@@ -22,7 +22,19 @@ def cast_bytes(problem: ConvProblem, *element_counts: int) -> int:
 
 
 def memory_format(problem: ConvProblem) -> torch.memory_format:
-    return torch.channels_last if problem.layout == CHANNELS_LAST else torch.contiguous_format
+    return format_of(problem.layout, problem)
+
+
+def format_of(layout: str, problem: ConvProblem) -> torch.memory_format:
+    """The memory format of this layout, for this problem's number of dimensions."""
+    if layout != CHANNELS_LAST:
+        return torch.contiguous_format
+    return torch.channels_last_3d if problem.is_volume else torch.channels_last
+
+
+def add_bias(result: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """`result` (N, K, ...) with bias (K,) added in place."""
+    return result.add_(bias.view(-1, *(1,) * (result.dim() - 2)))
 
 
 def why_not_depthwise(what: str, problem: ConvProblem) -> str | None:

@@ -4,15 +4,17 @@ to `kernels/pool.py`; dispatch, tests, collector and benchmarks find it there.""
 from __future__ import annotations
 
 import enum
+import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from convselect.base.problem import ConvProblem, Direction
+from convselect.kernels._common import add_bias
 from convselect.kernels._range import carries
 from convselect.kernels._space import Space
 
@@ -42,9 +44,10 @@ class NotApplicable(RuntimeError):
 class Algorithm(ABC):
     """One way to compute one problem.
 
-    x is (N, C, H, W), weight (K, C/groups, R, S), y (N, K, P, Q); `problem` describes exactly these tensors,
-    but strides are the caller's: any. Results may have any strides; dispatch restores aten's. All operands have
-    `problem.dtype`, and so has the result. No argument is modified. Nothing derived from a weight is kept.
+    x is (N, C, H, W), weight (K, C/groups, R, S), y (N, K, P, Q), of volumes (N, C, D, H, W), (K, C/groups, T, R, S)
+    and (N, K, O, P, Q), if `dimensions` has 3; `problem` describes exactly these tensors, but strides are the caller's:
+    any. Results may have any strides; dispatch restores aten's. All operands have `problem.dtype`, and so has the
+    result. No argument is modified. Nothing derived from a weight is kept.
     """
 
     name: str
@@ -53,6 +56,9 @@ class Algorithm(ABC):
     """Raise it when the implementation changes so much that old measurements are no longer valid."""
     automatic: bool = True
     """False: runs only when forced by name (the reference)."""
+    dimensions: frozenset[int] = frozenset({2})
+    """Dimensions of the images that it takes: 3 are volumes. `why_not` of algorithms that do not list 3 is never asked
+    about one (`__init_subclass__`)."""
     devices: frozenset[str] = frozenset({"cpu"})
     """Kinds of device that it has an implementation for; `why_not` gives the reason for others."""
     spreads_nonfinite: bool = False
@@ -69,6 +75,12 @@ class Algorithm(ABC):
     may_be_unready: bool = False
     """Whether `ready` has to be asked before each automatic call: something may have to be compiled first, or a
     process-wide switch may rule the algorithm out. False saves a cached call the question."""
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        """Whoever was written for images need not know that there are volumes."""
+        super().__init_subclass__(**arguments)
+        if "why_not" in vars(cls):
+            cls.why_not = _of_known_dimensions(cls.why_not)  # type: ignore[method-assign]
 
     @abstractmethod
     def why_not(self, problem: ConvProblem) -> str | None:
@@ -141,10 +153,20 @@ class Algorithm(ABC):
         result = self.run(a, b, problem, params)
         if self.spreads_nonfinite and not (is_finite(result) and carries(a, b, problem)):
             return None
-        return result if bias is None else result.add_(bias.view(-1, 1, 1))
+        return result if bias is None else add_bias(result, bias)
 
     def __repr__(self) -> str:
         return f"<convselect algorithm {self.name}>"
+
+
+def _of_known_dimensions(why_not: Callable[[Any, ConvProblem], str | None]) -> Callable[..., str | None]:
+    @functools.wraps(why_not)
+    def asked(self: Algorithm, problem: ConvProblem) -> str | None:
+        if problem.is_volume and 3 not in self.dimensions:
+            return f"{self.name} needs images; this convolution has {problem.D} slices and {problem.T} depth taps."
+        return why_not(self, problem)
+
+    return asked
 
 
 def is_finite(t: Tensor) -> bool:

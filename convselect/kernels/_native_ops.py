@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction, canonical_strides
+from convselect.base.problem import CONTIGUOUS, ConvProblem, Direction, canonical_strides
 from convselect.base.shortage import is_out_of_memory
-from convselect.kernels._common import memory_format
+from convselect.kernels import _native_volumes
+from convselect.kernels._common import format_of, memory_format
 
 
 def even_padding(problem: ConvProblem) -> tuple[tuple[int, int], tuple[int, int, int, int] | None]:
@@ -26,10 +27,11 @@ def native_workspace_bytes(problem: ConvProblem) -> int:
     is uneven, and on slow paths (float64, dilated 16-bit) the unfolded image of each thread. oneDNN's own scratch
     memory is not included, since PyTorch does not allocate it."""
     p = problem
-    unfolded = (p.C // p.groups) * p.R * p.S * p.P * p.Q * p.element_bytes
+    unfolded = (p.C // p.groups) * p.T * p.R * p.S * p.O * p.P * p.Q * p.element_bytes
     padded = 0
     if not p.symmetric_padding:
-        padded = 2 * p.N * p.C * (p.H + p.pad_bottom + p.pad_top) * (p.W + p.pad_left + p.pad_right) * p.element_bytes
+        rows, columns = p.H + p.pad_bottom + p.pad_top, p.W + p.pad_left + p.pad_right
+        padded = 2 * p.N * p.C * (p.D + p.pad_front + p.pad_back) * rows * columns * p.element_bytes
     if p.device == "cuda":  # both operands and the result moved to another layout; cuDNN's workspace comes on top
         return p.x_bytes + p.y_bytes + 2 * p.weight_bytes + padded
     # An image of the batch is unfolded per thread; PyTorch's slow weight gradient unfolds the whole batch.
@@ -42,7 +44,7 @@ def overruns_in_channels_last(problem: ConvProblem) -> bool:
     (C < 8) and AVX-512 (C < 16), from about 112 x 112 pixels on; later glibc aborts with "free(): invalid pointer" or
     worse."""
     p = problem
-    return p.R == p.S == 1 and p.stride != (1, 1) and p.C // p.groups < 16 and p.device == "cpu"
+    return p.R == p.S == 1 and p.stride != (1, 1) and p.C // p.groups < 16 and p.device == "cpu" and not p.is_volume
 
 
 def unsound_in_16_bit(problem: ConvProblem) -> bool:
@@ -107,6 +109,8 @@ def plainly_contiguous(t: Tensor) -> Tensor:
 
 def native_forward(x: Tensor, weight: Tensor, problem: ConvProblem, bias: Tensor | None = None) -> Tensor:
     """y by `aten::convolution`."""
+    if x.dim() == 5:
+        return _native_volumes.native_forward(x, weight, problem, bias)
     padding, rest = even_padding(problem)
     if rest is not None:
         x = F.pad(x, rest)
@@ -126,6 +130,8 @@ def output_padding(problem: ConvProblem) -> tuple[int, int]:
 def native_transposed(x: Tensor, weight: Tensor, problem: ConvProblem, bias: Tensor | None = None) -> Tensor:
     """A transposed convolution by aten's own operator: the problem's grad-input of x, plus `bias` (C,). Its padding has
     to be symmetric."""
+    if x.dim() == 5:
+        return _native_volumes.native_transposed(x, weight, problem, bias)
     p = problem
     padding, more = (p.pad_top, p.pad_left), output_padding(p)
     return torch.conv_transpose2d(x, weight, bias, p.stride, padding, more, p.groups, p.dilation)
@@ -166,6 +172,8 @@ def native_backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(grad_x, grad_weight, grad_bias) by one call of `aten::convolution_backward`; None if `needed` is False. With the
     weight's gradient the bias's is free; alone it is a sum."""
+    if grad_y.dim() == 5:
+        return _native_volumes.native_backward(grad_y, x, weight, problem, needed)
     padding, rest = even_padding(problem)
     if rest is not None:
         x = F.pad(x, rest)
@@ -191,7 +199,7 @@ def native_backward_data(grad_y: Tensor, weight: Tensor, problem: ConvProblem) -
 
 def native_backward_weight(x: Tensor, grad_y: Tensor, problem: ConvProblem) -> Tensor:
     """grad_weight alone; the operator needs the weight only for its shape and layout."""
-    weight_format = torch.channels_last if problem.weight_layout == CHANNELS_LAST else torch.contiguous_format
+    weight_format = format_of(problem.weight_layout, problem)
     weight = torch.empty(problem.weight_shape, dtype=x.dtype, device=x.device, memory_format=weight_format)
     _, grad_weight, _ = native_backward(grad_y, x, weight, problem, (False, True, False))
     assert grad_weight is not None

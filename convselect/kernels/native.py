@@ -18,6 +18,7 @@ from convselect.kernels._native_ops import (
 
 class Native(Algorithm):
     name = "native"
+    dimensions = frozenset({2, 3})
     devices = frozenset({"cpu", "cuda"})
 
     def why_not(self, problem: ConvProblem) -> str | None:
