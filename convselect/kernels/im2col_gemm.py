@@ -9,12 +9,14 @@ Source: Chellapilla et al. 2006, "High performance convolutional neural networks
 If the columns *are* the image nothing is unfolded: 1x1 kernels at stride 1, and kernels as large as the image, are
 plain GEMMs on views. Patch convolutions (kernel = stride) copy x once. Everything else is unfolded in chunks of images
 or of output rows that keep the columns within the workspace budget and, by default, near the size of the caches.
+Volumes: `_im2col_volumes.py`.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +24,7 @@ from torch import Tensor
 
 from convselect.base import settings
 from convselect.base.problem import CHANNELS_LAST, ConvProblem
+from convselect.kernels import _im2col_volumes
 from convselect.kernels._common import cast_bytes, compute_dtype, compute_element_bytes
 from convselect.kernels._contract import Algorithm, Grade, Params
 from convselect.kernels._cuda_flags import product_rounds_too_much
@@ -102,10 +105,13 @@ class Im2colGemm(Algorithm):
     workspace budget."""
 
     name = "im2col_gemm"
+    dimensions = frozenset({2, 3})
     devices = frozenset({"cpu", "cuda"})
     may_be_unready = True
 
     def why_not(self, problem: ConvProblem) -> str | None:
+        if problem.is_volume and problem.device != "cpu":
+            return f"im2col_gemm needs a CPU for volumes; this problem is on {problem.device}."
         return None
 
     def error_grade(self, problem: ConvProblem) -> Grade:
@@ -118,6 +124,8 @@ class Im2colGemm(Algorithm):
         casts = 8 * weight if p.device == "cuda" else cast_bytes(p, x, y, weight)
         # Packed copies of strided operands, the result before its last copy, a transposed weight.
         copies = size * (x + y + 2 * weight)
+        if p.is_volume:
+            return casts + copies + size * _im2col_volumes.workspace(p, _column_budget(p, params) // size)
         if p.is_pointwise or _is_whole_image(p):
             return casts + copies
         if p.direction == "backward_data":
@@ -135,16 +143,23 @@ class Im2colGemm(Algorithm):
 
     def space(self, problem: ConvProblem) -> Space | None:
         p = problem
-        return None if p.device != "cpu" or p.is_pointwise or _is_whole_image(p) else _space(self)
+        return None if p.device != "cpu" or p.is_volume or p.is_pointwise or _is_whole_image(p) else _space(self)
 
     def run(self, a: Tensor, b: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
         in_slots(self, problem, params, ())  # raises if `params` is not a program
         return super().run(a, b, problem, params)
 
+    def _of_volumes(self, a: Tensor, b: Tensor, p: ConvProblem, params: Params, compute: Any) -> Tensor:
+        budget = _column_budget(p, params) // _element_bytes(p)
+        result: Tensor = compute(a.to(_dtype(p)), b.to(_dtype(p)), p, budget)
+        return result.to(a.dtype)
+
     # ---- forward ------------------------------------------------------------------------------------------------
 
     def forward(self, x: Tensor, weight: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
         p, dtype = problem, _dtype(problem)
+        if p.is_volume:
+            return self._of_volumes(x, weight, p, params, _im2col_volumes.forward)
         x, weight, out_dtype = x.to(dtype), weight.to(dtype), x.dtype
         if _is_whole_image(p):
             y = torch.bmm(
@@ -227,6 +242,8 @@ class Im2colGemm(Algorithm):
 
     def backward_data(self, grad_y: Tensor, weight: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
         p, G, dtype = problem, problem.groups, _dtype(problem)
+        if p.is_volume:
+            return self._of_volumes(grad_y, weight, p, params, _im2col_volumes.backward_data)
         g, weight, out_dtype = grad_y.to(dtype), weight.to(dtype), grad_y.dtype
         w = weight.reshape(G, p.K // G, -1)  # (G, K/G, C/G*R*S)
         if _is_whole_image(p):
@@ -273,6 +290,8 @@ class Im2colGemm(Algorithm):
 
     def backward_weight(self, x: Tensor, grad_y: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
         p, G, dtype = problem, problem.groups, _dtype(problem)
+        if p.is_volume:
+            return self._of_volumes(x, grad_y, p, params, _im2col_volumes.backward_weight)
         x, g, out_dtype = x.to(dtype), grad_y.to(dtype), x.dtype
         if _is_whole_image(p):
             columns = x.reshape(p.N, G, -1).transpose(0, 1)
