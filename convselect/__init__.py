@@ -14,9 +14,16 @@ from convselect.convert import convert, revert
 from convselect.enabled import disable, enable, enabled
 from convselect.explain import Explanation, explain, explain_problem
 from convselect.freeze.freeze import freeze, unfreeze
-from convselect.functional import conv1d, conv2d, conv_transpose1d, conv_transpose2d
+from convselect.functional import conv1d, conv2d, conv3d, conv_transpose1d, conv_transpose2d, conv_transpose3d
 from convselect.kernels._contract import Grade, NotApplicable
-from convselect.layer import SelectedConv1d, SelectedConv2d, SelectedConvTranspose1d, SelectedConvTranspose2d
+from convselect.layer import (
+    SelectedConv1d,
+    SelectedConv2d,
+    SelectedConv3d,
+    SelectedConvTranspose1d,
+    SelectedConvTranspose2d,
+    SelectedConvTranspose3d,
+)
 from convselect.model.loaded import unload
 from convselect.store.process import configure as set_store
 from convselect.summary import Summary, summary
@@ -30,16 +37,20 @@ __all__ = [
     "NotApplicable",
     "SelectedConv1d",
     "SelectedConv2d",
+    "SelectedConv3d",
     "SelectedConvTranspose1d",
     "SelectedConvTranspose2d",
+    "SelectedConvTranspose3d",
     "Settings",
     "Summary",
     "__version__",
     "clear",
     "conv1d",
     "conv2d",
+    "conv3d",
     "conv_transpose1d",
     "conv_transpose2d",
+    "conv_transpose3d",
     "convert",
     "disable",
     "distributed",

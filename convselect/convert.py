@@ -13,18 +13,17 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def convert(model: M, *, policy: str | None = None, where: Callable[[str, nn.Module], bool] | None = None) -> M:
-    """Make every `nn.Conv2d`, `nn.Conv1d`, `nn.ConvTranspose2d` and `nn.ConvTranspose1d` of `model` choose its
-    algorithms. In place: each layer gets a mark and an attribute `policy`, and nothing else changes. Its type is still
-    `nn.Conv2d`, or whichever it was, so that tools which ask for it find it, and
-    parameters, buffers, hooks, names, references, parametrizations and optimizers remain valid. Copies, replicas and
-    pickles are converted too; a pickle names no class of this package, so a process that has not imported it loads
-    plain layers.
+    """Make every `nn.Conv1d`, `nn.Conv2d` and `nn.Conv3d` of `model`, and their transposes, choose their algorithms. In
+    place: each layer gets a mark and an attribute `policy`, and nothing else changes. Its type is still `nn.Conv2d`, or
+    whichever it was, so that tools which ask for it find it, and parameters, buffers, hooks, names, references,
+    parametrizations and optimizers remain valid. Copies, replicas and pickles are converted too; a pickle names no
+    class of this package, so a process that has not imported it loads plain layers.
 
     Layers that come later are plain: call `convert` again after adding or replacing some (adapters, a
     re-parametrisation for deployment). It leaves converted ones as they are.
 
     Not converted: subclasses, which may have a forward of their own; lazy layers that have no weight yet; quantised
-    layers; 3-D convolutions. `convselect.summary(model)` lists them with the reasons.
+    layers. `convselect.summary(model)` lists them with the reasons.
 
     Args:
         model: any module, a single convolution included.

@@ -1,8 +1,8 @@
 """`with convselect.enabled():` for code that calls `F.conv2d` itself and has no layer to convert.
 
 It is a torch-function mode, so nothing outside is affected: it sees every torch function that its thread calls inside,
-sends `torch.conv2d` (the function behind `F.conv2d`) to `convselect.conv2d`, `torch.conv1d` and the transposed ones
-likewise, and passes on all others, which costs about 1 us each.
+sends `torch.conv2d` (the function behind `F.conv2d`) to `convselect.conv2d`, `torch.conv1d`, `torch.conv3d` and the
+transposed ones likewise, and passes on all others, which costs about 1 us each.
 """
 
 from __future__ import annotations
@@ -16,20 +16,22 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 
 from convselect.base import settings
-from convselect.functional import conv1d, conv2d, conv_transpose1d, conv_transpose2d
+from convselect.functional import conv1d, conv2d, conv3d, conv_transpose1d, conv_transpose2d, conv_transpose3d
 
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _torch_conv1d: Any = torch.conv1d
 _torch_conv2d: Any = torch.conv2d
+_torch_conv3d: Any = torch.conv3d
 _torch_conv_transpose1d: Any = torch.conv_transpose1d
 _torch_conv_transpose2d: Any = torch.conv_transpose2d
+_torch_conv_transpose3d: Any = torch.conv_transpose3d
 _NAMES = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 _TRANSPOSED_NAMES = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
 
 
 class enabled(ContextDecorator, TorchFunctionMode):
     """Within this context every `F.conv2d` / `torch.conv2d` call of this thread is a `convselect.conv2d` call; the same
-    holds for `conv1d`, `conv_transpose1d` and `conv_transpose2d`.
+    holds for `conv1d`, `conv3d` and the transposed ones.
 
     Calls that a converted layer leaves to PyTorch (tensor subclasses, integers, tracers, invalid arguments) are left to
     it here as well. Plain `nn.Conv2d` layers choose too; converted ones keep their own policy. Nests; works as a
@@ -81,6 +83,10 @@ class enabled(ContextDecorator, TorchFunctionMode):
             choosing, names = conv_transpose2d, _TRANSPOSED_NAMES
         elif func is _torch_conv_transpose1d:
             choosing, names = conv_transpose1d, _TRANSPOSED_NAMES
+        elif func is _torch_conv3d:
+            choosing, names = conv3d, _NAMES
+        elif func is _torch_conv_transpose3d:
+            choosing, names = conv_transpose3d, _TRANSPOSED_NAMES
         else:
             return func(*args, **kwargs)
         if not _complete(args, kwargs, names):

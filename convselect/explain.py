@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from convselect.aten.arguments import problems_of, wants_direct_sums
+from convselect.aten.arguments import wants_direct_sums
+from convselect.aten.layers import problems_of
 from convselect.base import settings
 from convselect.base.problem import ConvProblem
 from convselect.base.settings import TIMING, Settings
@@ -219,7 +220,7 @@ def _recording(target: nn.Module, record: Any) -> Iterator[None]:
     buffers = {name: b.detach().clone() for name, b in target.named_buffers() if b is not None}
     handles = []
     for name, module in target.named_modules():
-        if isinstance(module, nn.Conv1d | nn.Conv2d | nn.ConvTranspose1d | nn.ConvTranspose2d):
+        if isinstance(module, nn.modules.conv._ConvNd):
 
             def look(layer: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
                 if args:

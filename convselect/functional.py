@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from convselect import graph
-from convselect.eager import dispatch, kinds
+from convselect.eager import dispatch, kinds, volumes
 from convselect.graph import ops as ops  # registers the operators of saved graphs
 
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
@@ -176,6 +176,78 @@ def conv_transpose2d(
         raise
 
 
+def conv3d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] | str = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    *,
+    policy: str | None = None,
+) -> Tensor:
+    """3-D convolution, as `convselect.conv2d`, on CPUs. If the kernel reaches along the depth alone (T x 1 x 1), or
+    there is one slice, it is a convolution of images, with its algorithms, choices and stored results.
+
+    Args:
+        input: (N, C, D, H, W) or (C, D, H, W).
+        weight: (K, C / groups, T, R, S).
+        bias, stride, padding, dilation, groups: as of `torch.nn.functional.conv3d`.
+        policy: as of `convselect.conv2d`.
+
+    Returns:
+        (N, K, O, P, Q), or (K, O, P, Q) for an unbatched input.
+
+    Raises:
+        NotApplicable, ValueError, RuntimeError, TypeError: as `convselect.conv2d`.
+    """
+    given = (stride, padding, dilation, groups)
+    geometry = (_triple(stride), _triple(padding), _triple(dilation), groups)
+    if _is_dynamo_compiling() or _is_exporting():
+        return graph.left_to_aten(F.conv3d, input, weight, bias, geometry, policy)
+    try:
+        return volumes.conv3d(input, weight, bias, geometry, policy)  # type: ignore[no-any-return]
+    except TypeError:
+        F.conv3d(input, weight, bias, *given)  # type: ignore[arg-type, call-overload]  # its error
+        raise
+
+
+def conv_transpose3d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    output_padding: int | Sequence[int] = 0,
+    groups: int = 1,
+    dilation: int | Sequence[int] = 1,
+    *,
+    policy: str | None = None,
+) -> Tensor:
+    """Transposed 3-D convolution, on CPUs: the grad-input of `convselect.conv3d`, as `convselect.conv_transpose2d` is
+    that of `convselect.conv2d`.
+
+    Args:
+        input: (N, C, D, H, W) or (C, D, H, W).
+        weight: (C, K / groups, T, R, S).
+        bias, stride, padding, output_padding, groups, dilation: as of `torch.nn.functional.conv_transpose3d`.
+        policy: as of `convselect.conv2d`.
+
+    Raises:
+        NotApplicable, ValueError, RuntimeError, TypeError: as `convselect.conv2d`.
+    """
+    given = (stride, padding, output_padding, groups, dilation)
+    geometry = (_triple(stride), _triple(padding), _triple(output_padding), groups, _triple(dilation))
+    if _is_dynamo_compiling() or _is_exporting():
+        return graph.left_to_aten(F.conv_transpose3d, input, weight, bias, geometry, policy)
+    try:
+        return volumes.conv_transpose3d(input, weight, bias, geometry, policy)  # type: ignore[no-any-return]
+    except TypeError:
+        F.conv_transpose3d(input, weight, bias, *given)  # type: ignore[arg-type]  # its error
+        raise
+
+
 def _single(value: Any) -> Any:
     """An int and a tuple of that int are the same call and share one cache entry."""
     return (value,) if type(value) is int else value
@@ -183,3 +255,7 @@ def _single(value: Any) -> Any:
 
 def _pair(value: Any) -> Any:
     return (value, value) if type(value) is int else value
+
+
+def _triple(value: Any) -> Any:
+    return (value, value, value) if type(value) is int else value

@@ -1,5 +1,5 @@
 """Layers that choose their algorithms: an `nn.Conv2d` that `convert` has marked, and the drop-in `SelectedConv2d`; the
-same for `nn.Conv1d`, `nn.ConvTranspose1d` and `nn.ConvTranspose2d`.
+same for `nn.Conv1d`, `nn.Conv3d` and the transposed ones.
 
 Many tools recognise layers by `type(layer) is nn.Conv2d` (quantisation, fusion, counters, allow-lists of pickles), and
 skip any other class without a word. So converting changes no class: it leaves a mark in the layer's `__dict__`, and
@@ -20,7 +20,7 @@ from torch.fx import Proxy
 
 from convselect import graph
 from convselect.choice.choose import check_policy as check_policy
-from convselect.eager import dispatch, kinds
+from convselect.eager import dispatch, kinds, volumes
 
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _is_exporting = torch.compiler.is_exporting
@@ -153,11 +153,46 @@ class SelectedConvTranspose2d(_Choosing, nn.ConvTranspose2d):
         self._set_policy(policy)
 
 
+class SelectedConv3d(_Choosing, nn.Conv3d):
+    """As `SelectedConv2d`, for `torch.nn.Conv3d`."""
+
+    _convselect = True
+
+    def __init__(
+        self, in_channels: int, out_channels: int, kernel_size: Any, stride: Any = 1, padding: Any = 0,
+        dilation: Any = 1, groups: int = 1, bias: bool = True, padding_mode: Any = "zeros", device: Any = None,
+        dtype: Any = None, *, policy: str | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype
+        )
+        self._set_policy(policy)
+
+
+class SelectedConvTranspose3d(_Choosing, nn.ConvTranspose3d):
+    """As `SelectedConv2d`, for `torch.nn.ConvTranspose3d`."""
+
+    _convselect = True
+
+    def __init__(
+        self, in_channels: int, out_channels: int, kernel_size: Any, stride: Any = 1, padding: Any = 0,
+        output_padding: Any = 0, groups: int = 1, bias: bool = True, dilation: Any = 1, padding_mode: Any = "zeros",
+        device: Any = None, dtype: Any = None, *, policy: str | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, bias, dilation,
+            padding_mode, device, dtype,
+        )  # fmt: skip
+        self._set_policy(policy)
+
+
 SELECTED: dict[Any, Any] = {
     nn.Conv1d: SelectedConv1d,
     nn.Conv2d: SelectedConv2d,
+    nn.Conv3d: SelectedConv3d,
     nn.ConvTranspose1d: SelectedConvTranspose1d,
     nn.ConvTranspose2d: SelectedConvTranspose2d,
+    nn.ConvTranspose3d: SelectedConvTranspose3d,
 }
 """PyTorch's layers that may be converted -> our classes."""
 _SELECTED = tuple(SELECTED.values())
@@ -167,7 +202,7 @@ _SELECTED = tuple(SELECTED.values())
 
 
 def _forward_of(kind: Any, eager: Any, traced: Any) -> Any:
-    """In place of `nn.Conv2d.forward` or `nn.Conv1d.forward`."""
+    """In place of `nn.Conv2d.forward`, `nn.Conv1d.forward` or `nn.Conv3d.forward`."""
     stock, conv_forward = kind.forward, kind._conv_forward
     plain = kind(1, 1, 1, device="meta")
 
@@ -205,7 +240,7 @@ def _forward_of(kind: Any, eager: Any, traced: Any) -> Any:
 
 
 def _transposed_forward_of(kind: Any, dimensions: int, eager: Any, native: Any) -> Any:
-    """In place of `nn.ConvTranspose2d.forward` or `nn.ConvTranspose1d.forward`."""
+    """In place of `nn.ConvTranspose2d.forward` and its like."""
     stock = kind.forward
     plain = kind(1, 1, 1, device="meta")
 
@@ -241,8 +276,10 @@ def _look_for_marks() -> None:
     forwards = {
         nn.Conv1d: _forward_of(nn.Conv1d, kinds.conv1d, graph.conv1d),
         nn.Conv2d: _forward_of(nn.Conv2d, dispatch.conv2d, graph.conv2d),
+        nn.Conv3d: _forward_of(nn.Conv3d, volumes.conv3d, functools.partial(graph.left_to_aten, F.conv3d)),
         nn.ConvTranspose1d: _transposed_forward_of(nn.ConvTranspose1d, 1, kinds.conv_transpose1d, F.conv_transpose1d),
         nn.ConvTranspose2d: _transposed_forward_of(nn.ConvTranspose2d, 2, kinds.conv_transpose2d, F.conv_transpose2d),
+        nn.ConvTranspose3d: _transposed_forward_of(nn.ConvTranspose3d, 3, volumes.conv_transpose3d, F.conv_transpose3d),
     }
     kind: Any
     for kind, forward in forwards.items():
@@ -319,8 +356,6 @@ def why_not_converted(module: nn.Module) -> str | None:
     base = _base_of(module)
     if isinstance(module, nn.modules.lazy.LazyModuleMixin) and base is not None:
         return "It is lazy and has no weight before its first call; convert the model after that."
-    if isinstance(module, nn.Conv3d | nn.ConvTranspose3d):
-        return f"It is {kind.__name__}; only convolutions of one or two dimensions are converted."
     if base is not None:
         return (
             f"{kind.__module__}.{kind.__qualname__} is a subclass of nn.{base.__name__} and may compute something else."

@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from convselect.base.problem import ConvProblem, padding_sides, pair
+from convselect.base.problem import IMAGE_FIELDS, ConvProblem, conv_problem, pair
+from convselect.base.volumes import image_of, volume_problem
 from convselect.eager import resolve
 from convselect.eager.standing import TIMED, OnTrial, distrusted, gains, others, told
 from convselect.freeze.chains import why_not_frozen
@@ -238,11 +239,12 @@ def _choices(layers: dict[str, Any]) -> list[LayerChoice]:
     """The current choices of this process for problems of these layers."""
     by_geometry: dict[tuple[int, ...], list[tuple[str, str | None]]] = {}
     for name, layer in layers.items():
-        by_geometry.setdefault(_geometry(layer), []).append((name, getattr(layer, "policy", None)))
+        for geometry in _geometries(layer):
+            by_geometry.setdefault(geometry, []).append((name, getattr(layer, "policy", None)))
     found = []
     remembered: Any = list(resolve.choices.entries.items()) if layers else []
     for (problem, used), entry in remembered:
-        own = by_geometry.get((problem.C, *problem[5:17]), ())
+        own = by_geometry.get(_geometry_of(problem), ())
         names = tuple(name for name, policy in own if policy in (None, used.policy))
         if names:
             choice, trial = told(entry.found)
@@ -252,20 +254,30 @@ def _choices(layers: dict[str, Any]) -> list[LayerChoice]:
     return list(dict.fromkeys(found))
 
 
-def _geometry(layer: Any) -> tuple[int, ...]:
-    """C, and the fields from K to groups, of a layer's problems: those of an image of one row in one dimension, and of
-    the convolution the other way round for a transposed one."""
-    steps = [layer.kernel_size, layer.stride, layer.dilation]
+def _geometry_of(problem: ConvProblem) -> tuple[int, ...]:
+    """C, the fields from K to groups, and those of depth but D: what a layer's problems have in common."""
+    return (problem.C, *problem[5:17], *problem[IMAGE_FIELDS + 1 :])  # type: ignore[arg-type]
+
+
+def _geometries(layer: Any) -> list[tuple[int, ...]]:
+    """The geometries of a layer's problems: those of an image of one row in one dimension, of the convolution the other
+    way round for a transposed one, and with three dimensions of the image that may stand for a volume, too."""
     padding = layer.padding if layer.padding_mode == "zeros" else 0
-    if isinstance(layer, nn.Conv1d | nn.ConvTranspose1d):
-        steps = [(1, pair(value)[1]) for value in steps]
-        padding = padding if isinstance(padding, str) else (0, pair(padding)[1])
-    kernel, stride, dilation = map(pair, steps)
     channels = [layer.in_channels, layer.out_channels]
     if isinstance(layer, nn.modules.conv._ConvTransposeNd):
         channels.reverse()
-    sides = padding_sides(padding, kernel, dilation)
-    return (*channels, *kernel, *stride, *sides, *dilation, layer.groups)
+    C, K = channels
+    steps = {"stride": layer.stride, "padding": padding, "dilation": layer.dilation, "groups": layer.groups}
+    large = 2**20  # any size: it is no part of a geometry
+    if len(layer.kernel_size) == 3:
+        volume = volume_problem(1, C, large, large, large, K, *layer.kernel_size, **steps)
+        image = image_of(volume)
+        return [_geometry_of(p) for p in (volume, image) if p is not None]
+    if len(layer.kernel_size) == 1:
+        steps |= {"stride": (1, *layer.stride), "dilation": (1, *layer.dilation)}
+        steps["padding"] = padding if isinstance(padding, str) else (0, pair(padding)[1])
+    kernel = pair(layer.kernel_size) if len(layer.kernel_size) == 2 else (1, *layer.kernel_size)
+    return [_geometry_of(conv_problem(1, C, large, large, K, *kernel, **steps))]
 
 
 def _join(outer: str, inner: str) -> str:

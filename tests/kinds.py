@@ -49,7 +49,7 @@ class Kind:
 
     def constructions(self) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], ...]:
         """Arguments of layers: (in_channels, out_channels, kernel_size), and by name."""
-        wide = (3,) if self.dimensions == 1 else (3, 2)
+        wide = (3, 2, 3)[: self.dimensions]
         common: tuple[tuple[tuple[Any, ...], dict[str, Any]], ...] = (
             ((3, 6, 3), {}),
             ((3, 6, wide), {"stride": 2, "padding": 1, "bias": False}),
@@ -128,6 +128,44 @@ TRANSPOSED1D = Kind(
         "unbatched": ((6, 5), (6, 4, 3), {"stride": 2}),
     },
 )  # fmt: skip
-KINDS = (CONV2D, CONV1D, TRANSPOSED2D, TRANSPOSED1D)
+CONV3D = Kind(
+    "conv3d", 3, False, nn.Conv3d, convselect.SelectedConv3d, F.conv3d, convselect.conv3d,
+    {
+        "plain": ((2, 4, 4, 8, 9), (6, 4, 3, 3, 3), {"padding": 1}),
+        "stride": ((2, 4, 5, 8, 9), (6, 4, 3, 3, 2), {"stride": (1, 2, 2), "padding": (1, 1, 0)}),
+        "stride along the depth": ((1, 4, 5, 6, 7), (6, 4, 3, 3, 3), {"stride": (2, 1, 1), "padding": (1, 0, 1)}),
+        "groups": ((1, 4, 4, 6, 7), (4, 2, 2, 3, 3), {"groups": 2, "dilation": (2, 1, 2)}),
+        "depthwise": ((1, 4, 4, 6, 7), (4, 1, 3, 3, 3), {"groups": 4, "padding": 1}),
+        "same": ((2, 3, 4, 5, 6), (4, 3, 3, 2, 4), {"padding": "same"}),
+        "valid": ((1, 3, 4, 5, 6), (4, 3, 2, 3, 3), {"padding": "valid"}),
+        "pointwise": ((2, 4, 3, 5, 6), (6, 4, 1, 1, 1), {}),
+        "along the depth": ((2, 4, 7, 3, 5), (6, 4, 3, 1, 1), {"padding": (1, 0, 0), "stride": (2, 1, 1)}),
+        "an image": ((2, 4, 9, 3, 3), (6, 4, 3, 1, 1), {"padding": (1, 0, 0)}),
+        "along the depth, same": ((1, 4, 7, 3, 5), (6, 4, 4, 1, 1), {"padding": "same"}),
+        "one slice": ((2, 4, 1, 6, 7), (6, 4, 1, 3, 3), {"padding": (0, 1, 1)}),
+        "slices": ((2, 4, 3, 6, 7), (6, 4, 1, 3, 3), {"padding": (0, 1, 1)}),
+        "patches": ((1, 3, 4, 8, 8), (6, 3, 2, 4, 4), {"stride": (2, 4, 4)}),
+        "one channel": ((2, 1, 4, 5, 6), (1, 1, 3, 3, 3), {}),
+        "unbatched": ((4, 4, 6, 7), (6, 4, 3, 3, 3), {}),
+        "unbatched slice": ((4, 1, 6, 7), (6, 4, 1, 3, 3), {}),
+    },
+)  # fmt: skip
+TRANSPOSED3D = Kind(
+    "conv_transpose3d", 3, True, nn.ConvTranspose3d, convselect.SelectedConvTranspose3d, F.conv_transpose3d,
+    convselect.conv_transpose3d,
+    {
+        "plain": ((2, 6, 3, 5, 6), (6, 4, 3, 3, 3), {"padding": 1}),
+        "twice": ((2, 6, 3, 4, 5), (6, 4, 2, 2, 2), {"stride": 2}),
+        "stride": ((1, 6, 3, 5, 6), (6, 4, 3, 4, 3), {"stride": (1, 2, 1), "padding": (1, 1, 0)}),
+        "output padding": ((2, 6, 2, 3, 4), (6, 4, 3, 3, 3), {"stride": 2, "padding": 1, "output_padding": 1}),
+        "groups": ((1, 4, 3, 5, 6), (4, 3, 3, 3, 3), {"groups": 2, "dilation": (1, 2, 1), "stride": 2}),
+        "along the depth": ((2, 6, 4, 3, 5), (6, 4, 3, 1, 1), {"stride": (2, 1, 1), "padding": (1, 0, 0)}),
+        "an image": ((2, 6, 9, 3, 3), (6, 4, 3, 1, 1), {"padding": (1, 0, 0)}),
+        "two slices of one": ((1, 6, 1, 3, 5), (6, 4, 1, 1, 1), {"stride": (2, 1, 1), "output_padding": (1, 0, 0)}),
+        "one slice": ((2, 6, 1, 5, 6), (6, 4, 1, 2, 2), {"stride": (1, 2, 2)}),
+        "unbatched": ((6, 3, 5, 6), (6, 4, 3, 3, 3), {"stride": [2, 2, 2]}),
+    },
+)  # fmt: skip
+KINDS = (CONV2D, CONV1D, TRANSPOSED2D, TRANSPOSED1D, CONV3D, TRANSPOSED3D)
 NEW = KINDS[1:]
 CASES = [(kind, case) for kind in KINDS for case in kind.cases]

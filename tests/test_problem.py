@@ -159,9 +159,11 @@ def test_an_image_has_the_key_and_the_text_that_it_always_had():
     assert not p.is_volume
     assert p.O == 1
     assert ConvProblem._fields[-7:] == ("frozen", "D", "T", "stride_d", "pad_front", "pad_back", "dil_d")
-    assert volume_problem(2, 8, 1, 9, 9, 6, 1, 3, 3, padding=(0, 1, 1), stride=(2, 1, 1), dilation=(3, 1, 1)) == (
+    assert volume_problem(2, 8, 1, 9, 9, 6, 1, 3, 3, padding=(0, 1, 1)) == (
         conv_problem(2, 8, 9, 9, 6, 3, 3, padding=1)
     )
+    assert volume_problem(2, 8, 1, 9, 9, 6, 1, 3, 3, stride=(2, 1, 1)).is_volume  # aten goes by it
+    assert volume_problem(2, 8, 1, 9, 9, 6, 1, 3, 3, dilation=(2, 1, 1)).is_volume
 
 
 def test_a_volume_in_a_few_characters():

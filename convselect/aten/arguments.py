@@ -78,11 +78,11 @@ def problem_of(x: Tensor, weight: Tensor, geometry: Geometry) -> ConvProblem | N
         dil_h,
         dil_w,
         groups,
-        *_surroundings(x, weight),
+        *surroundings(x, weight),
     )
 
 
-def _surroundings(x: Tensor, weight: Tensor) -> tuple[Any, ...]:
+def surroundings(x: Tensor, weight: Tensor) -> tuple[Any, ...]:
     """The fields of a problem from `dtype` to `tf32`."""
     if x.is_cpu:
         tf32 = fp32_precision("mkldnn", "conv") not in ("none", "ieee")
@@ -124,7 +124,7 @@ def transposed_problem(x: Tensor, weight: Tensor, geometry: TransposedGeometry) 
         return None
     return ConvProblem(
         Direction.BACKWARD_DATA, N, part * groups, H, W, K, R, S, stride_h, stride_w, pad_h, pad_h, pad_w, pad_w,
-        dil_h, dil_w, groups, *_surroundings(x, weight),
+        dil_h, dil_w, groups, *surroundings(x, weight),
     )  # fmt: skip
 
 
@@ -132,43 +132,6 @@ def _are_pairs(stride: Any, padding: Any, dilation: Any) -> bool:
     return (
         type(stride) is type(padding) is type(dilation) is tuple and len(stride) == len(padding) == len(dilation) == 2
     )
-
-
-def problems_of(layer: Any, x: Tensor, output_size: Any = None) -> list[ConvProblem]:
-    """The problems of a convolution layer for this input: its own, and under grad mode that of each gradient that would
-    be computed. Empty if the call is left to aten.
-
-    Args:
-        layer: an nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d or nn.ConvTranspose2d.
-        output_size: the further argument of a transposed layer's forward.
-    """
-    weight = layer.weight
-    geometry: Any = (layer.stride, layer.padding, layer.dilation, layer.groups)
-    transposed = isinstance(layer, torch.nn.modules.conv._ConvTransposeNd)
-    dimensions = len(layer.kernel_size)
-    if transposed:
-        more = layer._output_padding(
-            x, output_size, layer.stride, layer.padding, layer.kernel_size, dimensions, layer.dilation
-        )
-        geometry = (layer.stride, layer.padding, tuple(more), layer.groups, layer.dilation)
-    elif layer.padding_mode != "zeros":
-        x = torch.nn.functional.pad(x, layer._reversed_padding_repeated_twice, mode=layer.padding_mode)
-        geometry = (layer.stride, (0,) * dimensions, layer.dilation, layer.groups)
-    if dimensions == 1:
-        raised = one_row(x, weight, geometry)
-        if raised is None:
-            return []
-        x, weight, geometry = raised
-    elif x.dim() == 3:
-        x = x.unsqueeze(0)
-    cast = autocast_dtype(x)
-    if cast:
-        x, weight = cast_like_autocast(x, cast), cast_like_autocast(weight, cast)
-    of, gradients = (transposed_problem, transposed_gradients_of) if transposed else (problem_of, gradients_of)
-    problem = of(x, weight, geometry)
-    if problem is None or not valid(problem, x, weight, layer.bias, geometry, cast=bool(cast)):
-        return []
-    return [problem, *(gradients(x, weight, problem) if torch.is_grad_enabled() else ())]
 
 
 def gradients_of(x: Tensor, weight: Tensor, problem: ConvProblem) -> list[ConvProblem]:
@@ -224,7 +187,8 @@ def _layout(t: Tensor) -> str:
 def valid(p: ConvProblem, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, *, cast: bool) -> bool:
     """Whether this is a convolution that aten accepts and that has something to compute. Calls that aten does not
     accept are passed to it, so that it raises its own error."""
-    steps, pads = (p.stride_h, p.stride_w, p.dil_h, p.dil_w, p.groups), p.padding
+    steps = (p.stride_h, p.stride_w, p.dil_h, p.dil_w, p.groups, p.stride_d, p.dil_d)
+    pads = (*p.padding, p.pad_front, p.pad_back)
     return (
         (_INT.issuperset(map(type, (*steps, *pads))) or all(isinstance(n, int) for n in (*steps, *pads)))
         and min(steps) > 0
@@ -237,6 +201,7 @@ def valid(p: ConvProblem, x: Tensor, weight: Tensor, bias: Tensor | None, geomet
         and p.K % p.groups == 0
         and p.H + p.pad_top + p.pad_bottom >= p.kernel_extent[0]
         and p.W + p.pad_left + p.pad_right >= p.kernel_extent[1]
+        and p.D + p.pad_front + p.pad_back >= p.depth_extent
         and p.is_possible
         and weight.dtype == x.dtype
         and weight.device == x.device

@@ -56,7 +56,7 @@ def _evenly_padded(x: Tensor, weight: Tensor, problem: ConvProblem, padding: tup
         x, weight, None, problem.stride, padding, problem.dilation, False, (0, 0), G
     )
     shapes = (problem.y_shape, problem.x_shape, problem.weight_shape)
-    return _in_format_of(x, weight, backend, G, shapes)
+    return in_format_of(x, weight, backend, G, shapes)
 
 
 def transposed_strides(x: Tensor, weight: Tensor, problem: ConvProblem) -> ResultStrides:
@@ -68,13 +68,13 @@ def transposed_strides(x: Tensor, weight: Tensor, problem: ConvProblem) -> Resul
     backend = torch._C._select_conv_backend(
         x, weight, None, p.stride, padding, p.dilation, True, output_padding(p), p.groups
     )
-    return _in_format_of(x, weight, backend, p.groups, (p.x_shape, p.y_shape, p.weight_shape))
+    return in_format_of(x, weight, backend, p.groups, (p.x_shape, p.y_shape, p.weight_shape))
 
 
-def _in_format_of(x: Tensor, weight: Tensor, backend: Any, G: int, shapes: _Shapes) -> ResultStrides:
+def in_format_of(x: Tensor, weight: Tensor, backend: Any, G: int, shapes: _Shapes) -> ResultStrides:
     """The strides of y, grad_x and grad_weight, which have these shapes."""
     memory_format = torch._C._conv_determine_backend_memory_format(x, weight, backend)
-    if memory_format != torch.channels_last:
+    if memory_format not in (torch.channels_last, torch.channels_last_3d):
         return _all_in(shapes, CONTIGUOUS, CONTIGUOUS)
     # The backend gets both operands in channels_last and derives the format from them again: with one channel or one
     # pixel that may be contiguous.
@@ -107,14 +107,18 @@ def _all_in(shapes: _Shapes, layout: str, weight_layout: str) -> ResultStrides:
 
 
 def _moved(t: Tensor) -> Tensor:
-    """t.contiguous(memory_format=torch.channels_last), without the memory."""
-    return torch.empty_strided(t.shape, t.stride(), device="meta").contiguous(memory_format=torch.channels_last)
+    """t.contiguous(memory_format=torch.channels_last), without the memory; of volumes, in theirs."""
+    return torch.empty_strided(t.shape, t.stride(), device="meta").contiguous(memory_format=_channels_last(t))
+
+
+def _channels_last(t: Tensor) -> torch.memory_format:
+    return torch.channels_last if t.dim() == 4 else torch.channels_last_3d
 
 
 def _slice(t: Tensor, dim: int, size: int) -> Tensor:
     """The part of one group, as ATen passes it on: contiguous in the format that the whole tensor suggests."""
     whole = suggested_layout(t.shape, t.stride())
-    memory_format = torch.channels_last if whole == CHANNELS_LAST else torch.contiguous_format
+    memory_format = _channels_last(t) if whole == CHANNELS_LAST else torch.contiguous_format
     return t.narrow(dim, 0, size).contiguous(memory_format=memory_format)
 
 
@@ -122,7 +126,7 @@ def suggested_layout(shape: tuple[int, ...], strides: Strides) -> str:
     """The layout that ATen's `suggest_memory_format` finds for the strides of a dense tensor, also with one channel or
     one pixel."""
     smallest = 0
-    for d in (1, 3, 2, 0):
+    for d in (1, *range(len(shape) - 1, 1, -1), 0):
         if strides[d] < smallest or (d == 0 and smallest == strides[1]):
             return CONTIGUOUS
         smallest = strides[d] * max(shape[d], 1)

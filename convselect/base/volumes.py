@@ -1,11 +1,10 @@
-"""Problems of three dimensions from arguments like those of `nn.Conv3d`."""
+"""Problems of three dimensions: from arguments like those of `nn.Conv3d`, and as problems of images."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from convselect.base.problem import ConvProblem, Direction, padding_sides
+from convselect.base.problem import CONTIGUOUS, STRIDED, ConvProblem, Direction, padding_sides
 
 
 def volume_problem(
@@ -27,7 +26,7 @@ def volume_problem(
     **rest: object,
 ) -> ConvProblem:
     """Build a problem from arguments like `nn.Conv3d`: ints or triples, `padding="same"`, or (front, back, top, bottom,
-    left, right). Steps along a depth of one slice are left out, as they are of no consequence.
+    left, right).
 
     Raises:
         ValueError: for a padding string other than "same" and "valid".
@@ -35,22 +34,10 @@ def volume_problem(
     stride_d, stride_h, stride_w = triple(stride)
     dil_d, dil_h, dil_w = triple(dilation)
     front, back, top, bottom, left, right = volume_padding(padding, (T, R, S), (dil_d, dil_h, dil_w))
-    fields: dict[str, Any] = {**depth_fields(D, T, stride_d, front, back, dil_d), **rest}
     return ConvProblem(
         Direction(direction), N, C, H, W, K, R, S, stride_h, stride_w, top, bottom, left, right, dil_h, dil_w, groups,
-        **fields,
+        D=D, T=T, stride_d=stride_d, pad_front=front, pad_back=back, dil_d=dil_d, **rest,  # type: ignore[arg-type]
     )  # fmt: skip
-
-
-def depth_fields(D: int, T: int, stride_d: int, pad_front: int, pad_back: int, dil_d: int) -> dict[str, int]:
-    """The fields of depth by name, without steps that change nothing: so a depth of one slice is an image."""
-    if T == 1:
-        dil_d = 1
-    if D + pad_front + pad_back == dil_d * (T - 1) + 1:  # one slice of results
-        stride_d = 1
-    return {
-        "D": D, "T": T, "stride_d": stride_d, "pad_front": pad_front, "pad_back": pad_back, "dil_d": dil_d
-    }  # fmt: skip
 
 
 def triple(value: int | Sequence[int]) -> tuple[int, int, int]:
@@ -76,3 +63,31 @@ def volume_padding(
     if not isinstance(padding, int) and len(padding) == 6:
         return tuple(padding)
     return tuple(pad for pad in triple(padding) for _ in range(2))
+
+
+def image_of(problem: ConvProblem) -> ConvProblem | None:
+    """The problem of images that is this one of volumes, on views of operands that are dense: of one slice and one
+    depth tap that slice's; of a kernel T x 1 x 1 that of T x 1 on images of D rows and H * W columns. None if there is
+    none. What is not dense is made contiguous for it."""
+    p = problem
+    if p.is_volume:
+        along_depth = p.R == p.S == p.stride_h == p.stride_w == p.dil_h == p.dil_w == 1 and not any(p.padding)
+        if not along_depth or (p.T == 1 and 1 in (p.D, p.O)):
+            return None
+        p = p._replace(
+            H=p.D, W=p.H * p.W, R=p.T, stride_h=p.stride_d, pad_top=p.pad_front, pad_bottom=p.pad_back, dil_h=p.dil_d,
+            dil_w=1, D=1, T=1, stride_d=1, pad_front=0, pad_back=0, dil_d=1,
+        )  # fmt: skip
+    dense = {name: CONTIGUOUS for name in ("layout", "weight_layout") if getattr(p, name) == STRIDED}
+    return p._replace(**dense) if dense else p  # type: ignore[arg-type]
+
+
+def volume_again(problem: ConvProblem, rows: tuple[int, int] | None) -> ConvProblem:
+    """The problem whose `image_of` this one is."""
+    p = problem
+    if rows is None:
+        return p
+    return p._replace(
+        H=rows[0], W=rows[1], R=1, stride_h=1, pad_top=0, pad_bottom=0, dil_h=1, D=p.H, T=p.R, stride_d=p.stride_h,
+        pad_front=p.pad_top, pad_back=p.pad_bottom, dil_d=p.dil_h,
+    )  # fmt: skip

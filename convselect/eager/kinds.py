@@ -21,7 +21,7 @@ from convselect.eager import cached
 from convselect.eager.dispatch import dispatcher
 from convselect.eager.execute import execute
 from convselect.eager.plan import Plan, as_unbatched, is_legacy_batched, plan_for
-from convselect.kernels._native_ops import native_backward, native_transposed
+from convselect.kernels._native_ops import native_backward, native_forward, native_transposed
 
 
 class TransposedPlan(Plan):
@@ -40,7 +40,7 @@ class TransposedPlan(Plan):
         """y with aten's strides; no autograd."""
         if is_legacy_batched(x, weight):
             y = native_transposed(x, weight, self.problem)
-            return y if bias is None else y + bias.view(-1, 1, 1)
+            return y if bias is None else y + bias.view(-1, *(1,) * (y.dim() - 2))
         return Plan.forward(self, x, weight, bias)
 
     run = transposed
@@ -49,7 +49,7 @@ class TransposedPlan(Plan):
         """The gradient of a transposed convolution's input; x is that of its result."""
         assert bias is None
         if is_legacy_batched(x, weight):
-            return torch.conv2d(x, weight, None, *self._steps())
+            return native_forward(x, weight, self.problem)
         problem, found = self._backward_choice(Direction.FORWARD, x)
         return execute(found, x, weight, problem, self.strides.grad_x)
 
@@ -79,10 +79,6 @@ class TransposedPlan(Plan):
         x = torch.empty((1,), dtype=like.dtype, device=like.device).expand(problem.y_shape)
         weight = torch.empty((1,), dtype=like.dtype, device=like.device).expand(weight_shape)
         return type(self)(problem, self.settings, transposed_strides(x, weight, problem))
-
-    def _steps(self) -> tuple[Any, ...]:
-        p = self.problem
-        return p.stride, (p.pad_top, p.pad_left), p.dilation, p.groups
 
 
 def make_transposed(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Any, settings: Settings) -> Any:

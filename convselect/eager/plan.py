@@ -129,7 +129,7 @@ def _leaves_native(
     needs_grad: bool,
 ) -> bool:
     """Whether a plan is worth its overhead: unless everything is native, aten's own call does the same."""
-    if not is_native(found) or settings.batch_invariant:
+    if not is_native(found) or settings.batch_invariant or kind.beats_aten(problem, settings):
         return True  # aten's own call goes by the whole batch
     if not needs_grad:
         return False
@@ -196,6 +196,11 @@ class Plan(Entry):
     transposes = False
     make: Any = staticmethod(make_plan)
     strides_of: Any = staticmethod(result_strides)
+
+    @staticmethod
+    def beats_aten(problem: ConvProblem, settings: Settings) -> bool:
+        """Whether a plan of this kind is better than aten's own call even if all it runs is native."""
+        return False
 
     @staticmethod
     def expected(x: Tensor, weight: Tensor, problem: ConvProblem) -> list[ConvProblem]:

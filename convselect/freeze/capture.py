@@ -76,7 +76,7 @@ def why_not_captured(root: nn.Module) -> str | None:
             return f"the forward of {name} was replaced"
         if name and has_hooks(module):
             return f"{name} has hooks"
-        convolution = isinstance(module, nn.Conv1d | nn.Conv2d | nn.ConvTranspose1d | nn.ConvTranspose2d)
+        convolution = isinstance(module, nn.modules.conv._ConvNd)
         policy = getattr(module, "policy", None) if convolution else None
         if policy is not None and policy not in CHOOSING:
             return f"the policy of {inner} asks for {policy}"

@@ -24,7 +24,7 @@ def conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Any, policy
 def left_to_aten(
     native: Any, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Any, policy: str | None
 ) -> Tensor:
-    """A transposed convolution while a graph is made: aten's own, which `native` is."""
+    """A transposed or 3-D convolution while a graph is made: aten's own, which `native` is."""
     from convselect.graph import traced
 
     return traced.left_to_aten(native, x, weight, bias, geometry, policy)

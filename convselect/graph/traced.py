@@ -91,22 +91,22 @@ def conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, p
 
 
 def left_to_aten(native: Any, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Any, policy: Any) -> Tensor:
-    """A transposed convolution, which no operator of ours computes: aten's; a named algorithm is refused."""
+    """A transposed or 3-D convolution, which no operator of ours computes: aten's; a named algorithm is refused."""
     if torch.compiler.is_dynamo_compiling():
         comptime(_look_at_policy)
         found = _verdict()
     else:
-        found = _left_to_pytorch(_in_force(policy), _TRANSPOSED)
+        found = _left_to_pytorch(_in_force(policy), _LEFT)
     if found[0] == "refused":
         raise NotApplicable(found[1])
     return native(x, weight, bias, *geometry)  # type: ignore[no-any-return]
 
 
-_TRANSPOSED = "transposed convolutions inside a compiled graph"
+_LEFT = "transposed and 3-D convolutions inside a compiled graph"
 
 
 def _look_at_policy(context: Any) -> None:
-    _seen.verdict = _left_to_pytorch(_in_force(context.get_local("policy").as_python_constant()), _TRANSPOSED)
+    _seen.verdict = _left_to_pytorch(_in_force(context.get_local("policy").as_python_constant()), _LEFT)
 
 
 def _look_1d(context: Any) -> None:

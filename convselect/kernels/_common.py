@@ -22,14 +22,14 @@ def cast_bytes(problem: ConvProblem, *element_counts: int) -> int:
 
 
 def memory_format(problem: ConvProblem) -> torch.memory_format:
-    return format_of(problem.layout, problem)
+    return format_of(problem.layout, 5 if problem.is_volume else 4)
 
 
-def format_of(layout: str, problem: ConvProblem) -> torch.memory_format:
-    """The memory format of this layout, for this problem's number of dimensions."""
+def format_of(layout: str, sizes: int) -> torch.memory_format:
+    """The memory format of tensors in this layout with so many sizes."""
     if layout != CHANNELS_LAST:
         return torch.contiguous_format
-    return torch.channels_last_3d if problem.is_volume else torch.channels_last
+    return torch.channels_last if sizes == 4 else torch.channels_last_3d
 
 
 def add_bias(result: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:

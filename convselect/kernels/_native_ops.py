@@ -52,7 +52,11 @@ def unsound_in_16_bit(problem: ConvProblem) -> bool:
     oneDNN 3.12 gives garbage gradients or crashes, differently in the two layouts: a call that is right in one may be
     wrong in the other, so no call may be moved from one layout to the other."""
     p = problem
-    if p.element_bytes > 2 or p.stride == (1, 1) or not any(p.padding) or p.device != "cpu":
+    if p.element_bytes > 2 or p.device != "cpu":
+        return False
+    if p.is_volume:  # not looked into: none is moved
+        return p.stride != (1, 1) or p.stride_d > 1
+    if p.stride == (1, 1) or not any(p.padding):
         return False
     axes = (
         (p.H, p.P, p.R, p.stride_h, p.dil_h, p.pad_top, p.pad_bottom),
@@ -75,12 +79,14 @@ def wrong_in_channels_last(problem: ConvProblem) -> bool:
     p = problem
     if p.device != "cpu":
         return False
-    strided, few = p.stride != (1, 1), min(p.P, p.Q)
+    strided, few = p.stride != (1, 1) or p.stride_d > 1, min(p.P, p.Q)
     if p.direction == Direction.FORWARD:
         return strided and (p.C == 1 or (p.groups == p.C and few == 1))
     if p.direction == Direction.BACKWARD_DATA:
         return False
     half = p.element_bytes == 2
+    if p.is_volume:  # not looked into any further
+        return strided or half or p.dilation != (1, 1) or p.dil_d > 1
     return (p.dilation != (1, 1) and (strided or half)) or (half and strided and few <= 2)
 
 
@@ -199,7 +205,7 @@ def native_backward_data(grad_y: Tensor, weight: Tensor, problem: ConvProblem) -
 
 def native_backward_weight(x: Tensor, grad_y: Tensor, problem: ConvProblem) -> Tensor:
     """grad_weight alone; the operator needs the weight only for its shape and layout."""
-    weight_format = format_of(problem.weight_layout, problem)
+    weight_format = format_of(problem.weight_layout, len(problem.weight_shape))
     weight = torch.empty(problem.weight_shape, dtype=x.dtype, device=x.device, memory_format=weight_format)
     _, grad_weight, _ = native_backward(grad_y, x, weight, problem, (False, True, False))
     assert grad_weight is not None

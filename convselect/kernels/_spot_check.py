@@ -61,16 +61,16 @@ _LARGE = 1 << 18  # elements; operands below this stay in a cache
 def _terms(p: ConvProblem) -> int:
     """How many products a result is the sum of, at most."""
     if p.direction == Direction.FORWARD:
-        return p.C // p.groups * p.R * p.S
-    return p.K // p.groups * p.R * p.S if p.direction == Direction.BACKWARD_DATA else p.N * p.P * p.Q
+        return p.C // p.groups * p.T * p.R * p.S
+    return p.K // p.groups * p.T * p.R * p.S if p.direction == Direction.BACKWARD_DATA else p.N * p.O * p.P * p.Q
 
 
 def places_within(problem: ConvProblem, strides: Strides, places: int, most_terms: int) -> int:
     """So many of `places`, at least one, that not more than `most_terms` products are computed. A weight gradient that
     finds each element of large operands on another line of the cache takes eight times as long: it gets an eighth."""
     p = problem
-    scattered = p.direction == Direction.BACKWARD_WEIGHT and not strides[0][3] == strides[1][3] == p.stride_w == 1
-    if scattered and p.N * max(p.C * p.H * p.W, p.K * p.P * p.Q) > _LARGE:
+    scattered = p.direction == Direction.BACKWARD_WEIGHT and not strides[0][-1] == strides[1][-1] == p.stride_w == 1
+    if scattered and p.N * max(p.C * p.D * p.H * p.W, p.K * p.O * p.P * p.Q) > _LARGE:
         most_terms //= 8
     return max(1, min(places, most_terms // max(1, _terms(p))))
 
@@ -100,7 +100,7 @@ def limit(algorithm: Algorithm, problem: ConvProblem) -> float:
         most += SPREADING_OF_WEIGHT if p.direction == Direction.BACKWARD_WEIGHT else SPREADING
     if p.element_bytes == 2 and p.direction != Direction.FORWARD and algorithm.name.startswith("native"):
         # PyTorch's slow paths add up in 16 bit, one rounding per tap, or per image.
-        roundings = p.N / 4 if p.direction == Direction.BACKWARD_WEIGHT else p.R * p.S / 4
+        roundings = p.N / 4 if p.direction == Direction.BACKWARD_WEIGHT else p.T * p.R * p.S / 4
         most += (2 + roundings) * torch.finfo(p.torch_dtype).eps / torch.finfo(torch.float32).eps
     return most
 
@@ -129,7 +129,7 @@ def _prepared(
     p = problem
     function = spot = None
     count = places_within(p, strides, places, most_terms)
-    if _library.available():
+    if _library.available() and not p.is_volume:
         loaded = _library.library()
         assert loaded is not None
         function = loaded["cs_spot_check"]
@@ -199,7 +199,7 @@ def spot_check(
     if (a.shape, b.shape) != plan.operand_shapes or a.dtype != dtype or b.dtype != dtype:
         raise ValueError(f"operands {a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)} for {problem}")
     if result.shape != plan.result_shape or result.dtype != dtype:
-        return Finding(_INFINITY, limit, (0, 0, 0, 0), float("nan"), float("nan"))
+        return Finding(_INFINITY, limit, (0,) * len(plan.result_shape), float("nan"), float("nan"))
     if plan.function is None:
         return _spot_check_torch.spot_check(result, a, b, problem, bias, limit, spreads, plan.places, seed)
     found = Found()

@@ -1,5 +1,5 @@
-"""The spot check in PyTorch's operations, for installations without the C library: about 50 us per place. Also what
-both have in common: the finding, and what errors are measured by."""
+"""The spot check in PyTorch's operations, for volumes and for installations without the C library: about 50 us per
+place. Also what both have in common: the finding, and what errors are measured by."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from convselect.base.problem import ConvProblem, Direction
 
-Place = tuple[int, int, int, int]
+Place = tuple[int, ...]
 
 
 class Finding(NamedTuple):
@@ -69,9 +69,9 @@ def _below(random: int, n: int) -> int:
 
 def choose(shape: tuple[int, ...], weight_gradient: bool, seed: int, i: int, places: int) -> Place:
     """Place number `i` of `places` in a result of this shape: `choose` of csrc/spot_check.c."""
-    place = []
+    place, drawn = [], len(shape)
     for d, n in enumerate(shape):
-        where, how = _splitmix64(seed, 8 * i + d), _splitmix64(seed, 8 * i + 4 + d)
+        where, how = _splitmix64(seed, 2 * drawn * i + d), _splitmix64(seed, 2 * drawn * i + drawn + d)
         if (d > 0 or weight_gradient) and how & 3 == 0:
             kind = how >> 2 & 3
             place.append(0 if kind == 0 else n - 1 if kind == 1 else n - 1 - _below(where, min(n, _LAST_FEW)))
@@ -82,7 +82,7 @@ def choose(shape: tuple[int, ...], weight_gradient: bool, seed: int, i: int, pla
         if d == 2:
             where = (_splitmix64(seed, _WORD - 1) + i * _GOLDEN) & _WORD
         place.append(_below(where, n))
-    return place[0], place[1], place[2], place[3]
+    return tuple(place)
 
 
 def _inside(start: int, step: int, n: int, last: int) -> tuple[slice, slice]:
@@ -103,25 +103,46 @@ def _reaching(start: int, dil: int, stride: int, taps: int, outputs: int) -> tup
     return [r for r, _ in found], [row for _, row in found]
 
 
+class _Axis(NamedTuple):
+    """One of the spatial dimensions of a problem."""
+
+    size: int
+    outputs: int
+    taps: int
+    stride: int
+    pad: int
+    dil: int
+
+
+def _axes(p: ConvProblem) -> list[_Axis]:
+    depth = [_Axis(p.D, p.O, p.T, p.stride_d, p.pad_front, p.dil_d)] if p.is_volume else []
+    return [
+        *depth,
+        _Axis(p.H, p.P, p.R, p.stride_h, p.pad_top, p.dil_h),
+        _Axis(p.W, p.Q, p.S, p.stride_w, p.pad_left, p.dil_w),
+    ]
+
+
 def _factors(a: Tensor, b: Tensor, p: ConvProblem, place: Place) -> tuple[Tensor, Tensor]:
     """The elements of `a` and of `b` that the result is the sum of products of. Dimension 0 is the channel, or for a
     weight gradient the image."""
-    i0, i1, i2, i3 = place
+    i0, i1, *at = place
     C, K = p.C // p.groups, p.K // p.groups
-    if p.direction == Direction.FORWARD:
-        image, taps = a[i0, i1 // K * C :][:C], b[i1]
-        r, h = _inside(i2 * p.stride_h - p.pad_top, p.dil_h, p.R, p.H - 1)
-        s, w = _inside(i3 * p.stride_w - p.pad_left, p.dil_w, p.S, p.W - 1)
-        return image[:, h, w], taps[:, r, s]
+    axes = list(zip(at, _axes(p), strict=True))
     if p.direction == Direction.BACKWARD_DATA:
         image, taps = a[i0, i1 // C * K :][:K], b[i1 // C * K :, i1 % C][:K]
-        rs, rows = _reaching(i2 + p.pad_top, p.dil_h, p.stride_h, p.R, p.P)
-        ss, columns = _reaching(i3 + p.pad_left, p.dil_w, p.stride_w, p.S, p.Q)
-        return image[:, rows][:, :, columns], taps[:, rs][:, :, ss]
-    image, grad = a[:, i0 // K * C + i1], b[:, i0]
-    r, h = _inside(i2 * p.dil_h - p.pad_top, p.stride_h, p.P, p.H - 1)
-    s, w = _inside(i3 * p.dil_w - p.pad_left, p.stride_w, p.Q, p.W - 1)
-    return image[:, h, w], grad[:, r, s]
+        for d, (i, of) in enumerate(axes, start=1):
+            found = _reaching(i + of.pad, of.dil, of.stride, of.taps, of.outputs)
+            reaching, positions = (torch.tensor(indices, dtype=torch.int64) for indices in found)
+            image, taps = image.index_select(d, positions), taps.index_select(d, reaching)
+        return image, taps
+    if p.direction == Direction.FORWARD:
+        image, other = a[i0, i1 // K * C :][:C], b[i1]
+        met = [_inside(i * of.stride - of.pad, of.dil, of.taps, of.size - 1) for i, of in axes]
+    else:
+        image, other = a[:, i0 // K * C + i1], b[:, i0]
+        met = [_inside(i * of.dil - of.pad, of.stride, of.outputs, of.size - 1) for i, of in axes]
+    return image[(slice(None), *(h for _, h in met))], other[(slice(None), *(r for r, _ in met))]
 
 
 def _usual_size(a: Tensor, b: Tensor, p: ConvProblem, seed: int, place: Place, largest: float) -> float | None:

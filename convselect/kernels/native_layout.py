@@ -6,10 +6,10 @@ on others (weight gradients), and a round trip over the activations costs less t
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, canonical_strides
+from convselect.kernels._common import format_of
 from convselect.kernels._contract import Algorithm, Grade, Params
 from convselect.kernels._native_ops import (
     native_backward_data,
@@ -20,18 +20,16 @@ from convselect.kernels._native_ops import (
     wrong_in_channels_last,
 )
 
-_MEMORY_FORMATS = {CONTIGUOUS: torch.contiguous_format, CHANNELS_LAST: torch.channels_last}
-
 
 class NativeLayout(Algorithm):
     """aten's convolution with every activation and weight moved to `layout` first."""
 
+    dimensions = frozenset({2, 3})
     devices = frozenset({"cpu", "cuda"})
 
     def __init__(self, layout: str) -> None:
         self.name = f"native_{layout}"
         self._layout = layout
-        self._format = _MEMORY_FORMATS[layout]
 
     def why_not(self, problem: ConvProblem) -> str | None:
         if unsound_in_16_bit(problem):
@@ -59,7 +57,7 @@ class NativeLayout(Algorithm):
         return Grade.DIRECT
 
     def _moved(self, tensor: Tensor) -> Tensor:
-        moved = tensor.contiguous(memory_format=self._format)
+        moved = tensor.contiguous(memory_format=format_of(self._layout, tensor.dim()))
         canonical = canonical_strides(tuple(moved.shape), self._layout)
         # With one channel or one pixel both layouts fit, and aten goes by the strides: give the right ones.
         return moved if moved.stride() == canonical else moved.as_strided(moved.shape, canonical)

@@ -23,6 +23,7 @@ from convselect.kernels._native_ops import (
 
 class Upcast(Algorithm):
     name = "upcast"
+    dimensions = frozenset({2, 3})
 
     def why_not(self, problem: ConvProblem) -> str | None:
         if problem.element_bytes > 2:

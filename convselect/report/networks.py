@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from convselect.aten.arguments import problems_of
+from convselect.aten.layers import problems_of
 from convselect.base import settings, timing
 from convselect.convert import convert, revert
 from convselect.doctor.bench import bench

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from _guarded import random_problems
-from problems import LAYOUTS, PROBLEMS, arranged, operands_of, random_operands
+from problems import LAYOUTS, PROBLEMS, VOLUMES, arranged, operands_of, random_operands
 
 from convselect.base.problem import Direction, conv_problem
 from convselect.kernels import _library, _spot_check, _spot_check_torch
@@ -79,6 +79,34 @@ def test_right_results_pass(dtype):
             assert finding is not None
             assert finding.right, f"{algorithm.name} {finding} {p}"
     assert {"native", "im2col_gemm"} <= checked
+
+
+@pytest.mark.parametrize("direction", Direction, ids=str)
+def test_of_volumes_right_results_pass_and_wrong_ones_do_not(direction):
+    for i, listed in enumerate(VOLUMES.values()):
+        p = listed._replace(direction=direction)
+        a, b = operands_of(p, *random_operands(p, LAYOUTS[i % 6], seed=i))
+        right = Reference().run(a, b, p)
+        finding = check(DIRECT, right, a, b, p, places=16, seed=i)
+        assert finding is not None
+        assert finding.right, f"{finding} {p}"
+        assert len(finding.place) == 5
+        if listed is VOLUMES["3x3x3 one voxel"]:  # most of a gradient is no sum at all
+            continue
+        for wrong in (right * 1.1, right.roll(1, 2) if right.shape[2] > 2 else right + 1, right.flip(-1) + right):
+            shares = [check(DIRECT, wrong, a, b, p, places=16, seed=seed).right for seed in range(3)]
+            assert not any(shares), f"{p}"
+        if direction == Direction.FORWARD:
+            bias = torch.randn(p.K)
+            assert check(DIRECT, right + bias.view(-1, 1, 1, 1), a, b, p, bias, places=16, seed=i).right
+            assert not check(DIRECT, right, a, b, p, bias, places=16, seed=i).right
+
+
+def test_of_volumes_every_dimension_is_looked_at():
+    shape = (3, 5, 7, 9, 11)
+    seen = [{_spot_check_torch.choose(shape, False, seed, i, 8)[d] for seed in range(60) for i in range(8)}
+            for d in range(5)]  # fmt: skip
+    assert [len(s) for s in seen] == list(shape)
 
 
 @needs_library
