@@ -20,10 +20,10 @@ from torch import Tensor
 from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction, canonical_strides, layout_of
 from convselect.base.settings import Settings
 from convselect.choice.choose import Choice
+from convselect.kernels._common import format_of
 from convselect.kernels._contract import Algorithm
 from convselect.kernels.pool import BY_NAME
 
-_FORMATS = {CONTIGUOUS: torch.contiguous_format, CHANNELS_LAST: torch.channels_last}
 _ALIGNMENT = 64
 
 # (choice, operands, problem, bias) -> the result, and for `Attempt` None if it has to be left to native.
@@ -86,7 +86,7 @@ def _at_once(choice: Choice, problem: ConvProblem, one: ConvProblem, settings: S
 
 
 def _canonical(image: Tensor, layout: str) -> Tensor:
-    image = image.contiguous(memory_format=_FORMATS[layout])
+    image = image.contiguous(memory_format=format_of(layout, image.dim()))
     strides = canonical_strides(tuple(image.shape), layout)
     if image.stride() != strides:
         image = image.as_strided(image.shape, strides)

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from convselect.base import settings, timing
-from convselect.base.problem import CHANNELS_LAST, ConvProblem, Direction
+from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction
+from convselect.kernels._common import format_of
 from convselect.kernels._contract import Algorithm, Params
 from convselect.kernels.pool import ALL, BY_NAME
 from convselect.measure.rows import NATIVE, Row
@@ -47,11 +48,10 @@ def operands(problem: ConvProblem) -> tuple[Tensor, Tensor]:
     p = problem
 
     def random(shape: tuple[int, ...], layout: str, scale: float = 1.0) -> Tensor:
-        format = torch.channels_last if layout == CHANNELS_LAST else torch.contiguous_format
         values = torch.randn(shape, generator=generator) * scale
-        return values.to(p.torch_dtype).contiguous(memory_format=format)
+        return values.to(p.torch_dtype).contiguous(memory_format=format_of(layout, len(shape)))
 
-    weight_scale = ((p.C // p.groups) * p.R * p.S) ** -0.5
+    weight_scale = ((p.C // p.groups) * p.T * p.R * p.S) ** -0.5
     if p.direction == Direction.FORWARD:
         return random(p.x_shape, p.layout), random(p.weight_shape, p.weight_layout, weight_scale)
     if p.direction == Direction.BACKWARD_DATA:
@@ -114,7 +114,7 @@ def measure_problem(
 
 
 def _format(tensor: Tensor) -> torch.memory_format:
-    return torch.contiguous_format if tensor.is_contiguous() else torch.channels_last
+    return format_of(CONTIGUOUS if tensor.is_contiguous() else CHANNELS_LAST, tensor.dim())
 
 
 def _call(

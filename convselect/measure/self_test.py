@@ -23,7 +23,7 @@ from convselect.measure import measure
 
 MOST_FLOPS, MOST_BYTES = 2e7, 4 * 2**20
 """No larger problem is taken for a test."""
-ROWS, COLUMNS, IN_CHANNELS, OUT_CHANNELS = 15, 18, 18, 19
+SLICES, ROWS, COLUMNS, IN_CHANNELS, OUT_CHANNELS = 4, 15, 18, 18, 19
 """Sizes of a small problem, where the one at hand is not smaller."""
 MOST_TAPS = 9
 """The reference takes kernels up to this size, in a millisecond; larger ones, for each tap of which it takes as long as
@@ -115,7 +115,7 @@ def _candidates(p: ConvProblem) -> Iterator[ConvProblem]:
     yield few._replace(N=1, C=p.C, K=p.K, groups=p.groups)
     kind = {name: getattr(p, name) for name in ("direction", "dtype", "layout", "weight_layout", "threads")}
     flags = {name: getattr(p, name) for name in ("deterministic", "tf32", "frozen")}
-    for probe in PROBES:
+    for probe in () if p.is_volume else PROBES:
         yield probe._replace(**kind, **flags)
     yield p
 
@@ -123,12 +123,14 @@ def _candidates(p: ConvProblem) -> Iterator[ConvProblem]:
 @functools.lru_cache(maxsize=64)
 def _small(p: ConvProblem, part: int) -> ConvProblem:
     """At most two images of 15 x 18 pixels, or what the kernel needs for three outputs; one image if the kernel is
-    large. Groups keep their channels, up to 18 and 19 divided by `part`, and there are as many as fill 17 channels."""
+    large; of volumes at most four slices, or what three outputs need. Groups keep their channels, up to 18 and 19
+    divided by `part`, and there are as many as fill 17 channels."""
     per_in, per_out = p.C // p.groups, p.K // p.groups
     groups = 1 if p.groups == 1 else min(p.groups, max(2, -(-17 // min(per_in, per_out))))
     height, width = p.kernel_extent
     return p._replace(
-        N=min(p.N, 2 if p.R * p.S <= MOST_TAPS else 1),
+        N=min(p.N, 2 if p.T * p.R * p.S <= MOST_TAPS else 1),
+        D=min(p.D, max(SLICES, p.depth_extent - p.pad_front - p.pad_back + 2 * p.stride_d)),
         C=groups * min(per_in, max(1, IN_CHANNELS // part)),
         K=groups * min(per_out, max(1, OUT_CHANNELS // part)),
         H=min(p.H, max(ROWS, height - p.pad_top - p.pad_bottom + 2 * p.stride_h)),
@@ -143,7 +145,7 @@ def _small(p: ConvProblem, part: int) -> ConvProblem:
 def case(problem: ConvProblem) -> Case:
     """What an algorithm is tested with: random operands, always the same for a problem."""
     a, b = (t.to(problem.device) for t in measure.operands(problem))
-    judge = BY_NAME["reference" if problem.R * problem.S <= MOST_TAPS else "native"]
+    judge = BY_NAME["reference" if problem.T * problem.R * problem.S <= MOST_TAPS else "native"]
     wide = problem._replace(dtype="float64", layout=CONTIGUOUS, weight_layout=CONTIGUOUS)
     exact = judge.run(a.double().contiguous(), b.double().contiguous(), wide)
     bias = None
@@ -188,7 +190,7 @@ def tried(algorithm: Algorithm, problem: ConvProblem, case: Case) -> tuple[float
         results.append(
             got
         )  # kept: else the second could lie where the first did, and have its values where it has none
-        exact = case.exact if bias is None else case.exact + bias.double().view(-1, 1, 1)
+        exact = case.exact if bias is None else case.exact + bias.double().view(-1, *(1,) * (case.exact.dim() - 2))
         error, wrong = measure.compared(got, exact, problem, each=True)
         if wrong is not None:
             return error, wrong if bias is None else f"with a bias, {wrong}"

@@ -40,7 +40,7 @@ def read_measurements(paths: Sequence[str | Path], max_drift: float | None = Non
         for machine, found in read_times(path, max_drift):
             if not machine:
                 raise FileNotFoundError(f"{path} does not say where it was measured: there is no {path}.env.json")
-            rows += found
+            rows += [row for row in found if not row.problem.is_volume]  # which no model knows
             machines.append((str(path), machine))
     for name, machine in machines:
         if machine != machines[0][1]:

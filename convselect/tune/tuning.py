@@ -192,9 +192,12 @@ class Outcome:
 def problems_of(
     problems: Iterable[tuple[ConvProblem, Mapping[str, int]]], settings: Settings
 ) -> list[tuple[Programs, Mapping[str, int], Program]]:
-    """Each problem with its programs and its default: the algorithm that the model chooses, at default parameters."""
+    """Each problem with its programs and its default: the algorithm that the model chooses, at default parameters.
+    Volumes are left out: nothing is known about their programs."""
     found = []
     for problem, calls in problems:
+        if problem.is_volume:
+            continue
         programs = Programs.of(problem, settings)
         name = choose(problem, BY_NAME, settings, predictor=loaded.get_for(problem)).algorithm
         found.append((programs, calls, programs.default(name if name in programs.spaces else NATIVE)))

@@ -10,6 +10,7 @@ from clocks import Like, raises
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from convselect.base.problem import Direction, conv_problem
+from convselect.base.volumes import volume_problem
 from convselect.kernels.pool import ALL, BY_NAME
 from convselect.measure import measure
 from convselect.measure import self_test as tests
@@ -25,6 +26,15 @@ KINDS = (
     conv_problem(1, 256, 33, 33, 256, 3, 3, padding=6, dilation=6),
     conv_problem(2, 16, 64, 64, 16, 1, 7, padding=(0, 0, 3, 3)),
     conv_problem(1, 32, 64, 64, 32, 13, 13, padding=6),
+)
+VOLUMES = (
+    volume_problem(2, 32, 32, 64, 64, 32, 3, 3, 3, padding=1),
+    volume_problem(2, 32, 32, 64, 64, 64, 3, 3, 3, padding=1, stride=2),
+    volume_problem(1, 64, 16, 32, 32, 64, 1, 3, 3, padding=(0, 1, 1)),
+    volume_problem(1, 1, 64, 128, 128, 32, 3, 3, 3, padding=1),
+    volume_problem(1, 32, 16, 32, 32, 32, 5, 5, 5, padding=2, groups=32),
+    volume_problem(1, 1, 64, 64, 64, 96, 4, 4, 4, stride=4),
+    volume_problem(1, 32, 16, 32, 32, 32, 3, 3, 3, padding=2, dilation=2),
 )
 P = KINDS[0]
 
@@ -52,6 +62,23 @@ def test_all_algorithms_of_this_machine_pass(dtype, layout):
                 assert self_test(algorithm, p) == (True, None), (algorithm.name, p)
                 seen.add(algorithm.name)
     assert len(seen) >= 5, seen
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "strided"])
+def test_all_that_take_volumes_pass(dtype, layout):
+    seen = set()
+    for kind in VOLUMES:
+        for direction in Direction:
+            p = kind._replace(direction=direction, dtype=dtype, layout=layout)
+            for algorithm in applying(p):
+                small = tests.small_problem(algorithm, p)
+                assert small.is_volume
+                assert (small.T, small.stride_d, small.dil_d) == (p.T, p.stride_d, p.dil_d)
+                assert small.O >= 2
+                assert self_test(algorithm, p) == (True, None), (algorithm.name, p)
+                seen.add(algorithm.name)
+    assert {"im2col_gemm"} <= seen
 
 
 def changed(y, by=0.5):
