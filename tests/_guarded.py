@@ -61,6 +61,14 @@ def kernels() -> dict[str, list[tuple[int, ...]]]:
     return {name: TILES[parameters] for name, parameters in entries}
 
 
+def volume_kernels() -> dict[str, list[tuple[int, ...]]]:
+    """The same for volumes: `cs_NAME_volume`."""
+    table = _table("CS_VOLUME_KERNELS")
+    entries = re.findall(r"X\((\w+_volume),[\s\\]*\(([^)]*)\)", table)
+    assert len(entries) == table.count("X(") > 0
+    return {name: TILES["CS_TILED" if "int32_t m" in parameters else "CS_OPERANDS"] for name, parameters in entries}
+
+
 def packed_kernels() -> dict[str, list[tuple[int, ...]]]:
     """Those that compute a forward with a packed weight: `cs_NAME_frozen`, with `cs_NAME_pack` and
     `cs_NAME_packed_bytes` beside it, each called with the same integers."""
@@ -145,8 +153,8 @@ def at(address: int, shape: Sequence[int], dtype: torch.dtype, layout: str = CON
         count *= size
     flat = torch.frombuffer((ctypes.c_char * (count * dtype.itemsize)).from_address(address), dtype=dtype)
     if layout == CHANNELS_LAST:
-        N, C, H, W = shape
-        return flat.view(N, H, W, C).permute(0, 3, 1, 2)
+        N, C, *size = shape
+        return flat.view(N, *size, C).movedim(-1, 1)
     return flat.view(shape)
 
 
@@ -247,7 +255,7 @@ def with_reference(problem: ConvProblem) -> tuple[Tensor, Tensor, Tensor, float]
     operands = operands_of(problem, *random_operands(problem))
     if problem.W % 2:
         first = operands[0]
-        first[0, -1, first.shape[2] // 2, first.shape[3] // 3] = 1e4
+        first[(0, -1, *(size // part for part, size in enumerate(first.shape[2:], 2)))] = 1e4
     exact = problem._replace(dtype="float64")
     want = Reference().run(*(t.double() for t in operands), exact)
     variance = Reference().run(*(t.double().square() for t in operands), exact)
@@ -490,6 +498,11 @@ def main(spec: dict[str, Any]) -> None:
         from _guarded_spots import run_spots
 
         print(json.dumps(run_spots(spec)))
+        return
+    if spec.get("volumes"):
+        from _guarded_volumes import run_volumes
+
+        print(json.dumps(run_volumes(spec)))
         return
     if spec.get("steps"):
         from _guarded_steps import run_steps

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from convselect.base.problem import ConvProblem, Direction
+from convselect.base.problem import CHANNELS_LAST, ConvProblem, Direction
 from convselect.kernels import _library
 from convselect.kernels._common import add_bias
 from convselect.kernels._contract import Algorithm, Params
@@ -23,6 +23,19 @@ def why_not_in_c(what: str, problem: ConvProblem) -> str | None:
     return None
 
 
+_MOST_STRIDE = 8
+
+
+def why_not_in_steps(what: str, problem: ConvProblem) -> str | None:
+    """A sentence about `what`, a user of csrc/direct_volume.inc, if that has too few classes of outputs for the stride
+    of a data gradient; None if not, and for images."""
+    p = problem
+    if p.is_volume and p.direction == Direction.BACKWARD_DATA and max(p.stride_d, *p.stride) > _MOST_STRIDE:
+        stride = f"{p.stride_d}x{p.stride_h}x{p.stride_w}"
+        return f"{what} needs strides of at most {_MOST_STRIDE} for a volume's grad-input; this one has {stride}."
+    return None
+
+
 class CAlgorithm(Algorithm):
     """One kernel of the C library; problems that it cannot compute may run in PyTorch operations (`_without_c`)."""
 
@@ -30,6 +43,10 @@ class CAlgorithm(Algorithm):
     """The kernel's name in csrc/kernels.h; the function `<kernel>_bytes` returns the size of its scratch memory."""
     slots: tuple[str, ...]
     """Parameters in the order of the kernel's slots of `cs_conv.tune`: csrc/convselect.h."""
+    volume_kernel: str = ""
+    """The same for volumes, if `dimensions` has 3; it takes the same integers."""
+    volumes_in_ncdhw: bool = False
+    """Whether that kernel reads and writes NCDHW order only: other operands are copied."""
     leading_ints: tuple[int, ...] = ()
     """Integers that the kernel takes ahead of its operands."""
 
@@ -54,14 +71,25 @@ class CAlgorithm(Algorithm):
         if leading_ints is None:
             return self._bytes_without_c(problem, params)
         tune = in_order(params, self.slots) if params else ()
-        return _library.workspace_bytes(f"{self.kernel}_bytes", problem, leading_ints, tune)
+        p = problem
+        if not p.is_volume:
+            return _library.workspace_bytes(f"{self.kernel}_bytes", p, leading_ints, tune)
+        needed, copied = _library.workspace_bytes(f"{self.volume_kernel}_bytes", p, leading_ints, tune), 0
+        if self.volumes_in_ncdhw and CHANNELS_LAST in (p.layout, p.weight_layout):
+            copied = p.x_bytes + p.weight_bytes + p.y_bytes  # two of them
+        return needed + copied
 
     def run(self, a: Tensor, b: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:
         tune = () if params is None else self._tune(problem, params)
         leading_ints = self._in_c(problem, params)
         if leading_ints is None:
             return self._without_c(a, b, problem, params)
+        if a.dim() == 5:
+            return _library.call(self.volume_kernel, *self._ordered(a, b), problem, leading_ints, tune=tune)
         return _library.call(self.kernel, a, b, problem, leading_ints, tune=tune)
+
+    def _ordered(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        return (a.contiguous(), b.contiguous()) if self.volumes_in_ncdhw else (a, b)
 
     def run_checked(
         self, a: Tensor, b: Tensor, problem: ConvProblem, params: Params = None, bias: Tensor | None = None
@@ -73,7 +101,10 @@ class CAlgorithm(Algorithm):
             result = self.run_checked(a, b, problem, params)
             return None if result is None else add_bias(result, bias)
         tune = () if params is None else self._tune(problem, params)
-        out, finite = _library.call_checked(self.kernel, a, b, problem, leading_ints, bias, tune=tune)
+        kernel = self.kernel
+        if a.dim() == 5:
+            kernel, (a, b) = self.volume_kernel, self._ordered(a, b)
+        out, finite = _library.call_checked(kernel, a, b, problem, leading_ints, bias, tune=tune)
         return out if finite else None
 
     def forward(self, x: Tensor, weight: Tensor, problem: ConvProblem, params: Params = None) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction
 from convselect.base.warnings import warn_once
 
-ABI = 8
+ABI = 9
 TUNE_SLOTS = 8
 OK, NO_MEMORY, UNSUPPORTED, NONFINITE = range(4)
 ISAS = {"base": 0, "avx2": 1, "avx512": 2}
@@ -32,6 +32,7 @@ ACTIVATIONS = {
     "gelu_tanh": 8, "tanh": 9, "leaky_relu": 10,
 }  # fmt: skip
 _FORMATS = {CONTIGUOUS: torch.contiguous_format, CHANNELS_LAST: torch.channels_last}
+_VOLUME_FORMATS = {CONTIGUOUS: torch.contiguous_format, CHANNELS_LAST: torch.channels_last_3d}
 
 
 class Conv(ctypes.Structure):
@@ -48,6 +49,15 @@ class Conv(ctypes.Structure):
         ("tune", ctypes.c_int32 * TUNE_SLOTS),
         ("x_pitch", ctypes.c_int64), ("y_pitch", ctypes.c_int64),
     )  # fmt: skip
+
+
+class Volume(ctypes.Structure):
+    """`cs_volume` of csrc/convselect.h."""
+
+    _fields_ = (
+        ("conv", Conv),
+        *((name, ctypes.c_int64) for name in ("D", "T", "O", "stride_d", "pad_front", "dil_d")),
+    )
 
 
 class Epilogue(ctypes.Structure):
@@ -166,6 +176,14 @@ def _conv(p: ConvProblem, a_layout: str, b_layout: str, threads: int, isa: int, 
     )  # fmt: skip
 
 
+def _struct(
+    p: ConvProblem, a_layout: str, b_layout: str, threads: int, isa: int, tune: tuple[int, ...] = ()
+) -> Conv | Volume:
+    """As `_conv`, with the depth if there is one."""
+    conv = _conv(p, a_layout, b_layout, threads, isa, tune)
+    return Volume(conv, p.D, p.T, p.O, p.stride_d, p.pad_front, p.dil_d) if p.is_volume else conv
+
+
 def packed_floats(kernel: str, conv: Any) -> int | None:
     """Floats of a weight that `<kernel>_pack` has packed for this struct (by reference); None: it does not apply."""
     size = _function(f"{kernel}_packed_bytes", 0, 0, ctypes.c_int64)(conv)
@@ -206,18 +224,20 @@ def _prepared(
     p = problem
     first = p.y_shape if p.direction == Direction.BACKWARD_DATA else p.x_shape
     second = p.y_shape if p.direction == Direction.BACKWARD_WEIGHT else p.weight_shape
+    formats = _VOLUME_FORMATS if p.is_volume else _FORMATS
     return _Call(
         _function(name, leading_ints),
-        ctypes.byref(_conv(p, a_layout, b_layout, threads, isa, tune)),
+        ctypes.byref(_struct(p, a_layout, b_layout, threads, isa, tune)),
         (first, second),
         p.result_shape,
         p.torch_dtype,
-        _FORMATS[CONTIGUOUS if p.direction == Direction.BACKWARD_WEIGHT else a_layout],
+        formats[CONTIGUOUS if p.direction == Direction.BACKWARD_WEIGHT else a_layout],
     )
 
 
 def dense(tensor: Tensor, otherwise: str) -> tuple[Tensor, str]:
-    """(tensor, layout): the tensor itself if it is dense in NCHW or NHWC order, else a copy in the layout `otherwise`.
+    """(tensor, layout): the tensor itself if it is dense in NCHW or NHWC order (NCDHW or NDHWC), else a copy in the
+    layout `otherwise`.
 
     The result's memory holds its values: lazily negated tensors, and tensors that a flag marks as zero, are copied too.
     """
@@ -225,9 +245,10 @@ def dense(tensor: Tensor, otherwise: str) -> tuple[Tensor, str]:
         tensor = tensor.resolve_neg().clone()
     if tensor.is_contiguous():
         return tensor, CONTIGUOUS
-    if tensor.is_contiguous(memory_format=torch.channels_last):
+    formats = _FORMATS if tensor.dim() == 4 else _VOLUME_FORMATS
+    if tensor.is_contiguous(memory_format=formats[CHANNELS_LAST]):
         return tensor, CHANNELS_LAST
-    return tensor.contiguous(memory_format=_FORMATS[otherwise]), otherwise
+    return tensor.contiguous(memory_format=formats[otherwise]), otherwise
 
 
 def _epilogue(
@@ -329,7 +350,7 @@ def workspace_bytes(
     Raises:
         NotImplementedError: if the kernel does not apply.
     """
-    conv = _conv(problem, CONTIGUOUS, CONTIGUOUS, problem.threads, isa(), tune)
+    conv = _struct(problem, CONTIGUOUS, CONTIGUOUS, problem.threads, isa(), tune)
     scratch: int = _function(query, len(leading_ints), 0, ctypes.c_int64)(ctypes.byref(conv), *leading_ints)
     if scratch < 0:
         raise NotImplementedError(f"{query} does not apply to {problem}")

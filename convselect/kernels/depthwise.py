@@ -10,8 +10,9 @@ all sizes. Source of the blocking: Georganas et al., "Anatomy of High-Performanc
 Architectures", SC 2018. Float32 images in channels_last order are read in place if the kernel has 3, 5 or 7 columns
 (csrc/depthwise_rows.inc), and so are long rows of NCHW images if the kernel has one row, as a 1-D convolution has
 (csrc/depthwise_lines.inc: vectors along the row); others are copied to a slab. Frozen weights may be packed once
-(`pack`). 16-bit operands are widened as they are copied, summed in float32 and rounded once. Without the C library,
-problems are rewritten so that native computes them fast (`_depthwise_torch.py`).
+(`pack`). Volumes have vectors along rows and tiles of several rows (csrc/direct_volume.inc). 16-bit operands are
+widened as they are copied, summed in float32 and rounded once. Without the C library, problems are rewritten so that
+native computes them fast (`_depthwise_torch.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction
 from convselect.kernels import _library
-from convselect.kernels._c_algorithm import CAlgorithm, why_not_in_c
+from convselect.kernels._c_algorithm import CAlgorithm, why_not_in_c, why_not_in_steps
 from convselect.kernels._common import why_not_depthwise
 from convselect.kernels._contract import Grade, Params
 from convselect.kernels._depthwise_torch import DepthwiseByNative
@@ -50,17 +51,20 @@ class Depthwise(CAlgorithm):
 
     name = "depthwise"
     revision = 3
+    dimensions = frozenset({2, 3})
     kernel = "cs_depthwise"
+    volume_kernel = "cs_direct_volume"
+    volumes_in_ncdhw = True
     slots = ("slab_kib", "run", "summed")
     # Whether zero padding meets an infinite *weight* differs between kernels, in native too; a NaN or infinity in an
     # image stays within the window of its pixel.
     spreads_nonfinite = False
 
     def why_not(self, problem: ConvProblem) -> str | None:
-        if not _library.available():
+        if not _library.available() and not problem.is_volume:
             return _BY_NATIVE.why_not(problem)
         what = "The depthwise kernel"
-        return why_not_depthwise(what, problem) or why_not_in_c(what, problem)
+        return why_not_depthwise(what, problem) or why_not_in_c(what, problem) or why_not_in_steps(what, problem)
 
     def same_as_native(self, problem: ConvProblem) -> str | None:
         return None if _library.available() else _BY_NATIVE.same_as_native(problem)
@@ -76,7 +80,7 @@ class Depthwise(CAlgorithm):
         return _BY_NATIVE.workspace_bytes(problem)
 
     def space(self, problem: ConvProblem) -> Space | None:
-        if not _library.available() or _is_line(problem):
+        if not _library.available() or problem.is_volume or _is_line(problem):
             return None
         if problem.direction == Direction.BACKWARD_WEIGHT:
             return _space(self, (_SLAB, _SUMMED))
@@ -110,7 +114,7 @@ def packed_floats(problem: ConvProblem) -> int | None:
     """Number of floats that `pack` returns; None if no kernel takes a packed weight. One does for float32 problems in
     channels_last with one output channel per input channel, 3, 5 or 7 taps in a row and strides 1 or 2."""
     p = problem.with_direction(Direction.FORWARD)
-    if not p.is_depthwise or p.device != "cpu" or p.dtype != "float32" or p.layout != CHANNELS_LAST:
+    if p.is_volume or not p.is_depthwise or p.device != "cpu" or p.dtype != "float32" or p.layout != CHANNELS_LAST:
         return None
     if not _library.available():
         return None

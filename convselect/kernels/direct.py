@@ -10,6 +10,9 @@ inputs in place, in NHWC through a table of pointers (Dukhan 2019, "The indirect
 1907.02129). The data gradient is the same convolution with channels exchanged, in stride_h * stride_w classes of taps;
 the weight gradient is the matrix product over pixels. Sums are kept in float32 for 16-bit types and rounded once.
 
+Volumes are `csrc/direct_volume.inc`: vectors along the rows of the image, which suits few channels (stems), any stride
+and dilation.
+
 For frozen weights, `pack` reorders a weight once and `forward_packed` uses it.
 """
 
@@ -24,7 +27,7 @@ from torch import Tensor
 
 from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction
 from convselect.kernels import _library
-from convselect.kernels._c_algorithm import CAlgorithm, why_not_in_c
+from convselect.kernels._c_algorithm import CAlgorithm, why_not_in_c, why_not_in_steps
 from convselect.kernels._common import memory_format
 from convselect.kernels._contract import Grade
 from convselect.kernels._space import STRUCTURE, Parameter, Rule, Space, Values
@@ -151,16 +154,26 @@ class Direct(CAlgorithm):
     """
 
     name = "direct"
+    dimensions = frozenset({2, 3})
     kernel = "cs_direct"
+    volume_kernel = "cs_direct_volume"
+    volumes_in_ncdhw = True
     slots = ("order", "tile_rows", "rows_kib", "panels_kib", "group", "pixels")
 
     def why_not(self, problem: ConvProblem) -> str | None:
+        if problem.is_volume:
+            if problem.is_depthwise:
+                return "The direct kernel leaves depthwise convolutions of volumes to the depthwise one."
+            what = "The direct kernel"
+            return why_not_in_c(what, problem) or why_not_in_steps(what, problem)
         fewest = min(problem.C, problem.K) // problem.groups
         if problem.groups > 1 and fewest < FEW_CHANNELS:
             return f"The direct kernel needs {FEW_CHANNELS} channels per group; this convolution has {fewest}."
         return why_not_in_c("The direct kernel", problem)
 
     def space(self, problem: ConvProblem) -> Space | None:
+        if problem.is_volume:
+            return None
         gradient = problem.direction == Direction.BACKWARD_WEIGHT
         return _space(self, gradient, problem.layout == CHANNELS_LAST, _library.isa())
 

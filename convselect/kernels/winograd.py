@@ -17,6 +17,10 @@ where they lie.
 kernels, stride 1, no dilation and m = 2, 4, 6 in float64, and in every element type if the C library is missing.
 Networks for ImageNet have images of 7 * 2^k pixels, which tiles of 7 x 7 cover without waste.
 
+Volumes are filtered along their rows and columns, and the sum over the T taps along the depth is taken in the transform
+domain, where each slice is transformed once for all the slices of results that meet it (`csrc/winograd_depth.inc`):
+T (m + r - 1)^2 multiplications instead of T m^2 r^2.
+
 Sources: Winograd 1980, "Arithmetic complexity of computations"; Lavin & Gray 2015, arXiv 1509.09308.
 """
 
@@ -87,6 +91,11 @@ def _dilation(problem: ConvProblem) -> tuple[int, int]:
     return p.dil_h if p.R > 1 else 1, p.dil_w if p.S > 1 else 1
 
 
+_MOST_SLICES = 7
+"""Most taps along the depth, and the largest stride along it: as in `csrc/winograd_depth.inc`."""
+_MOST_DEPTH_STRIDE = 2
+
+
 class Winograd(CAlgorithm):
     """F(m x m, r x r), or F(m, r) along one axis; at stride 2 the two of each axis.
 
@@ -98,7 +107,9 @@ class Winograd(CAlgorithm):
     revision = 2
     spreads_nonfinite = True  # a tile mixes all its inputs
     direct_sums = False
+    dimensions = frozenset({2, 3})
     kernel = "cs_winograd"
+    volume_kernel = "cs_winograd_volume"
     slots = ("span_kib", "inputs", "outputs", "team")
 
     def __init__(self, m: int) -> None:
@@ -126,7 +137,13 @@ class Winograd(CAlgorithm):
         if self.m not in tiles_of[p.R, p.S]:
             tiles = " and ".join(f"winograd{m}" for m in tiles_of[p.R, p.S])
             return f"Tiles of {self.m} need other kernels; for {p.R}x{p.S}{at} there is {tiles}."
+        if p.T > _MOST_SLICES or p.stride_d > _MOST_DEPTH_STRIDE:
+            most = f"{_MOST_SLICES} taps along the depth at stride 1 or 2"
+            return f"Winograd takes up to {most}; this convolution has {p.T} at stride {p.stride_d}."
         in_torch = (p.R, p.S) == (3, 3) and self.m in _winograd_transforms.POINTS and p.stride_h == 1
+        in_torch = in_torch and not p.is_volume
+        if p.is_volume and self._frail(p):
+            return f"Tiles of {self.m} for {p.R}x{p.S} round too much for volumes, whose sums are longer."
         if not in_torch and not self._in_c(p):
             tiles = f"Tiles of {self.m} for {p.R}x{p.S} kernels{at}"
             return f"{tiles} need the C kernels, which compute in float32; this is float64, or they are missing."
@@ -149,7 +166,7 @@ class Winograd(CAlgorithm):
         return _winograd_torch.workspace_bytes(problem, self.m)
 
     def space(self, problem: ConvProblem) -> Space | None:
-        if not self._in_c(problem):
+        if not self._in_c(problem) or problem.is_volume:
             return None
         return _space(self, problem.direction == Direction.BACKWARD_WEIGHT, problem.threads > 1)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import _guarded
 import pytest
-from problems import PROBLEMS, operands_of, random_operands
+from problems import PROBLEMS, VOLUMES, operands_of, random_operands
 
 import convselect
 from convselect.base.problem import Direction, layout_of
@@ -112,7 +112,7 @@ def test_no_kernel_declines_what_its_algorithm_asks_for_and_each_is_asked(monkey
 
     monkeypatch.setattr(_library, "call", call)
     users = [a for a in ALL if isinstance(a, CAlgorithm)]
-    for listed in PROBLEMS.values():
+    for listed in (*PROBLEMS.values(), *VOLUMES.values()):
         for direction in Direction:
             for dtype, layout in (("float32", "contiguous"), ("float32", "channels_last"), ("bfloat16", "contiguous")):
                 p = listed._replace(direction=direction, dtype=dtype)
@@ -122,7 +122,7 @@ def test_no_kernel_declines_what_its_algorithm_asks_for_and_each_is_asked(monkey
                     if algorithm.why_not(p) is None:
                         algorithm.run(*operands, p)
     assert not declined, declined[:10]
-    assert asked == set(KERNELS)
+    assert asked == {*KERNELS, *_guarded.volume_kernels()}
 
 
 # ---- instructions and symbols -----------------------------------------------------------------------------------

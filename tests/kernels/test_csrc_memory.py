@@ -88,6 +88,17 @@ def test_no_byte_beside_the_operands_of_patches_is_touched(current):
     assert min(ran.values()) > 50
 
 
+def assert_volumes_ran(ran: dict[str, int]) -> None:
+    kernels, directions, dtypes = len(_guarded.volume_kernels()), 3, 3
+    assert len(ran) == kernels * directions * dtypes * (_library.library().cs_best_isa() + 1)
+
+
+@pytest.mark.sanitizer
+def test_no_byte_beside_a_volumes_operands_is_touched(current):
+    environment = {"CONVSELECT_LIBRARY": str(current)}
+    assert_volumes_ran(_guarded.run(environment, volumes=True, sides=[True, False], random=100, seed=5))
+
+
 def assert_blocks_ran(ran: dict[str, int]) -> None:
     assert len(ran) == 2 * (_library.library().cs_best_isa() + 1)
     assert min(ran.values()) > 20
@@ -154,6 +165,7 @@ def test_sanitizers_have_nothing_to_say(sanitized):
     assert_blocks_ran(_guarded.run(sanitized, blocks=True, sides=[None], random=40, seed=5))
     assert len(_guarded.run(sanitized, spots=True, sides=[None], random=60, seed=7)) == SPOTS
     assert_steps_ran(_guarded.run(sanitized, steps=True, sides=[None], random=176, seed=9))
+    assert_volumes_ran(_guarded.run(sanitized, volumes=True, sides=[None], random=60, seed=6))
 
 
 BUGS = {

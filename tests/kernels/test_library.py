@@ -160,8 +160,8 @@ def test_an_unknown_instruction_set_is_declined():
 def test_structs_are_as_the_header_has_them():
     header = re.sub(r"/\*.*?\*/", "", (_guarded.CSRC / "convselect.h").read_text(), flags=re.DOTALL)
     structs = {
-        "cs_conv": _library.Conv, "cs_epilogue": _library.Epilogue, "cs_block": _library.Block,
-        "cs_layer": _library.Layer, "cs_input": _library.Input, "cs_spot": _spot_check.Spot,
+        "cs_conv": _library.Conv, "cs_volume": _library.Volume, "cs_epilogue": _library.Epilogue,
+        "cs_block": _library.Block, "cs_layer": _library.Layer, "cs_input": _library.Input, "cs_spot": _spot_check.Spot,
         "cs_found": _spot_check.Found, "cs_instruction": pointwise._Instruction,
         "cs_pointwise_program": pointwise._Program, "cs_reduction": reduce._Reduction, "cs_pooling": reduce._Pooling,
         "cs_joining": reduce._Joining, "cs_grouped_norm": reduce._GroupedNorm, "cs_attention": attention._Attention,
@@ -171,11 +171,10 @@ def test_structs_are_as_the_header_has_them():
             1
         )
         fields = []
-        for kind, names in re.findall(
-            r"(int64_t|int32_t|double|const float|float|const int64_t|const cs_instruction|const void) ([^;]+);", body
-        ):
+        kinds = r"cs_conv|int64_t|int32_t|double|const float|float|const int64_t|const cs_instruction|const void"
+        for kind, names in re.findall(rf"({kinds}) ([^;]+);", body):
             numbers = {"int64_t": ctypes.c_int64, "int32_t": ctypes.c_int32, "double": ctypes.c_double}
-            numbers["float"] = ctypes.c_float
+            numbers |= {"float": ctypes.c_float, "cs_conv": _library.Conv}
             size = ctypes.c_void_p if "*" in names else numbers[kind]
             for name in names.split(","):
                 plain, *counts = re.findall(r"\w+", name.replace("CS_POINTWISE_DIMS", str(pointwise.DIMS)))

@@ -12,9 +12,11 @@ from tolerances import elementwise
 
 import convselect
 from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction, conv_problem
+from convselect.base.volumes import volume_problem
 from convselect.kernels import _library
 from convselect.kernels._range import carries
 from convselect.kernels.pool import ALL, BY_NAME
+from convselect.kernels.reference import Reference
 
 SPREADING = [a for a in ALL if a.spreads_nonfinite and "cpu" in a.devices]
 PROBLEMS = {
@@ -29,6 +31,11 @@ PROBLEMS = {
     "13x13": conv_problem(1, 8, 40, 40, 8, 13, 13, padding=6),
     "1x3": conv_problem(1, 8, 12, 40, 8, 1, 3, padding=(0, 1)),
     "7x1": conv_problem(1, 8, 40, 12, 8, 7, 1, padding=(3, 0)),
+    "3x3x3": volume_problem(2, 9, 5, 14, 19, 12, 3, 3, 3, padding=1),
+    "3x3x3 few tiles": volume_problem(1, 12, 3, 8, 8, 9, 3, 3, 3, padding=1),
+    "3x3x3 groups, dilated": volume_problem(1, 6, 8, 12, 13, 6, 3, 3, 3, padding=1, dilation=(2, 1, 1), groups=2),
+    "3x3x3 strided": volume_problem(1, 6, 7, 21, 24, 8, 3, 3, 3, stride=2, padding=1),
+    "5x3x3 stride (2, 1, 1)": volume_problem(1, 6, 8, 13, 14, 8, 5, 3, 3, stride=(2, 1, 1), padding=(2, 1, 1)),
 }
 
 
@@ -36,13 +43,14 @@ def spoil(kind: str, t: torch.Tensor, value: float) -> torch.Tensor:
     """`t` with large values in it. A NaN would be found by other means."""
     t = t.clone()
     h, w = t.shape[2] // 2, t.shape[3] // 3
+    pixel = (h, w, *(size // 4 for size in t.shape[4:]))
     if kind == "pixel":
-        t[0, 0, h, w] = value
+        t[(0, 0, *pixel)] = value
     elif kind == "corner":
-        t[-1, -1, -1, -1] = -value
+        t[(-1,) * t.dim()] = -value
     elif kind == "points":
-        t[:, 0, h, w] = value
-        t[0, -1, 1, 2] = value / 3
+        t[(slice(None), 0, *pixel)] = value
+        t[(0, -1, *range(1, t.dim() - 1))] = value / 3
     elif kind == "stripe":
         t[:, :, h] = value
     elif kind == "half":
@@ -59,6 +67,8 @@ KINDS = ("nothing", "pixel", "corner", "points", "stripe", "half", "image", "box
 
 def reference(p: ConvProblem, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     a, b = a.double(), b.double()
+    if p.is_volume:
+        return Reference().run(a, b, p._replace(dtype="float64"))
     if p.direction == Direction.FORWARD:
         return F.conv2d(a, b, None, p.stride, (p.pad_top, p.pad_left), p.dilation, p.groups)
     output_mask = [p.direction == Direction.BACKWARD_DATA, p.direction == Direction.BACKWARD_WEIGHT, False]
@@ -76,7 +86,7 @@ def ratio(p: ConvProblem, got: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -
     sizes = reference(p, a.abs(), b.abs())
     images = [sizes] if p.direction == Direction.BACKWARD_WEIGHT else list(sizes)
     floors = torch.stack([image[image > 0].median() for image in images])
-    floor = torch.maximum(sizes, floors.view(-1, 1, 1, 1))
+    floor = torch.maximum(sizes, floors.view(-1, *(1,) * (sizes.dim() - 1)))
     eps = torch.finfo(torch.float64 if p.dtype == "float64" else torch.float32).eps
     return ((got.double() - reference(p, a, b)).abs() / (eps * floor)).max().item()
 
@@ -97,7 +107,8 @@ def test_results_that_do_not_see_a_large_value_are_right(name, direction):
         a, b = operands_of(p, x, weight, grad_y)
         for value in (300.0, 1e4, 1e6, 1e10, 1e30):
             large = spoil(kind, a, value)
-            stored = large.contiguous(memory_format=torch.channels_last) if p.layout == CHANNELS_LAST else large
+            last = torch.channels_last_3d if p.is_volume else torch.channels_last
+            stored = large.contiguous(memory_format=last) if p.layout == CHANNELS_LAST else large
             got = algorithm.run_checked(stored, b, p)
             ran.add(kind)
             if got is None:

@@ -14,7 +14,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define CS_ABI 8 /* raised with every change of a struct or a signature; the loader compares */
+#define CS_ABI 9 /* raised with every change of a struct or a signature; the loader compares */
 
 /* NONFINITE: done, but the result holds an infinity or a NaN that a transform may have spread to its neighbours. */
 enum { CS_OK = 0, CS_NO_MEMORY = 1, CS_UNSUPPORTED = 2, CS_NONFINITE = 3 };
@@ -44,6 +44,13 @@ typedef struct {
      * tensor; 0: as many as they have. Only for kernels that say so. */
     int64_t x_pitch, y_pitch;
 } cs_conv;
+
+/* A convolution of volumes: x (N, C, D, H, W), weight (K, C / groups, T, R, S), y (N, K, O, P, Q). `conv` has all but the
+ * depth. CS_CHANNELS_LAST: (N, D, H, W, C) order. Padding at the back follows from D and O. */
+typedef struct {
+    cs_conv conv;
+    int64_t D, T, O, stride_d, pad_front, dil_d;
+} cs_volume;
 
 /* Slots of `tune`. Sizes in KiB are aimed for, not kept exactly. */
 enum { CS_WG_SPAN_KIB, CS_WG_INPUTS, CS_WG_OUTPUTS, CS_WG_TEAM };

@@ -25,7 +25,20 @@
     X(cs_thin, CS_OPERANDS, CS_PASS)        \
     X(cs_fft, CS_TRANSFORM, CS_TRANSFORM_PASS)
 
+/* Volumes: operands as above. */
+#define CS_VOLUME_KERNELS(X)                                                                                        \
+    X(cs_winograd_volume,                                                                                           \
+      (const cs_volume *volume, int32_t m, const void *a, const void *b, void *out, const cs_epilogue *epilogue),   \
+      (volume, m, a, b, out, epilogue))                                                                            \
+    X(cs_direct_volume,                                                                                             \
+      (const cs_volume *volume, const void *a, const void *b, void *out, const cs_epilogue *epilogue),              \
+      (volume, a, b, out, epilogue))
+
 /* Bytes of scratch memory that a call would take, all threads together; negative if the kernel does not apply. */
+#define CS_VOLUME_QUERIES(X)                                                          \
+    X(cs_winograd_volume_bytes, (const cs_volume *volume, int32_t m), (volume, m)) \
+    X(cs_direct_volume_bytes, (const cs_volume *volume), (volume))
+
 #define CS_QUERIES(X)                                                  \
     X(cs_winograd_bytes, (const cs_conv *conv, int32_t m), (conv, m)) \
     X(cs_fft_bytes, (const cs_conv *conv, int32_t length), (conv, length)) \
@@ -93,6 +106,8 @@
 #define CS_DECLARE_QUERY(name, parameters, arguments) CS_DECLARE_AS(int64_t, name, parameters)
 CS_KERNELS(CS_DECLARE)
 CS_QUERIES(CS_DECLARE_QUERY)
+CS_VOLUME_KERNELS(CS_DECLARE)
+CS_VOLUME_QUERIES(CS_DECLARE_QUERY)
 CS_PACKED_KERNELS(CS_DECLARE)
 CS_BLOCK_KERNELS(CS_DECLARE)
 CS_STEP_KERNELS(CS_DECLARE)

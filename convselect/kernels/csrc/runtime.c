@@ -185,6 +185,20 @@ CS_PACKED_KERNELS(CS_DEFINE)
 CS_BLOCK_KERNELS(CS_DEFINE)
 CS_BLOCK_QUERIES(CS_DEFINE_QUERY)
 
+#define CS_DEFINE_VOLUME_AS(type, otherwise, name, parameters, arguments)                                           \
+    CS_EXPORT type name parameters;                                                                                \
+    type name parameters {                                                                                         \
+        const cs_conv *conv = &volume->conv; /* what CS_PICK looks at */                                           \
+        if (!supported(conv)) return otherwise;                                                                    \
+        return CS_PICK(name) arguments;                                                                            \
+    }
+#define CS_DEFINE_VOLUME(name, parameters, arguments)                                                               \
+    CS_DEFINE_VOLUME_AS(int32_t, CS_UNSUPPORTED, name, parameters, arguments)
+#define CS_DEFINE_VOLUME_QUERY(name, parameters, arguments)                                                         \
+    CS_DEFINE_VOLUME_AS(int64_t, -1, name, parameters, arguments)
+CS_VOLUME_KERNELS(CS_DEFINE_VOLUME)
+CS_VOLUME_QUERIES(CS_DEFINE_VOLUME_QUERY)
+
 #define CS_DEFINE_STEP(name, parameters, arguments)                                                                 \
     CS_EXPORT int32_t name parameters;                                                                             \
     int32_t name parameters {                                                                                      \
