@@ -297,8 +297,10 @@ class Predictor:
         """The predicted ranking, without algorithms that had no times of such problems (`Card.has_times`); None for
         problems that were not measured for this artifact at all (device kind, element type, 16-bit support of the
         processor, TF32) and for problems with nothing to compute. Any thread count is accepted. In float64 gains are
-        derived from those in float32: `_in_float64`."""
+        derived from those in float32: `_in_float64`; for volumes there are rules: `_of_volume`."""
         card = self.card
+        if problem.is_volume:
+            return self._of_volume(problem) if card.family.startswith("cpu-x86") else None
         if problem.dtype == "float64" and problem.device == card.device == "cpu":
             return self._in_float64(problem)
         if problem.device != card.device or problem.dtype not in self._covered or (problem.tf32 and not card.tf32):
@@ -311,8 +313,7 @@ class Predictor:
             return None
         # Native scales with threads; algorithms made of many small operations do not always. For each doubling of
         # threads beyond those measured, the required gain is half as large again.
-        doublings = max(0.0, math.log2(problem.threads / max(self.card.threads)))
-        margin = self.margin + doublings * LOG_GAIN_PER_UNSEEN_DOUBLING
+        margin = self._margin_for(problem.threads, max(self.card.threads))
         line = () if plan_cost.outside_python else card.native_line
         ln_native_us = float(np.dot(x, line[:-1])) + line[-1] if line else 0.0  # before the network overwrites x
         logits = self._run(x).tolist()
@@ -327,6 +328,19 @@ class Predictor:
         if len(known) < len(names):
             names, logits = tuple(names[i] for i in known), [logits[i] for i in known]
         return Prediction(names, logits, self.card.alpha, margin, self.card.sharpness)
+
+    def _margin_for(self, threads: int, measured: int) -> float:
+        doublings = max(0.0, math.log2(threads / measured))
+        return self.margin + doublings * LOG_GAIN_PER_UNSEEN_DOUBLING
+
+    def _of_volume(self, problem: ConvProblem) -> Prediction | None:
+        from convselect.model import volumes  # one file less for whoever has none
+
+        expected = volumes.gains(problem)
+        if expected is None:
+            return None
+        logits = {NATIVE: 0.0} | {name: math.log(gain) for name, gain in expected.items()}
+        return Prediction(tuple(logits), tuple(logits.values()), 1.0, self._margin_for(problem.threads, 1))
 
     def _known(self, of: tuple[str, ...]) -> tuple[int, ...]:
         """The logits that count for problems of these kinds."""

@@ -63,11 +63,13 @@ def get_for(problem: ConvProblem) -> Predictor | None:
 
 
 def identity(problem: ConvProblem) -> str:
-    """A text that names the model for this problem, calibration included; "" if there is none. In float64 it is another
-    one, since what trials teach of predictions that are derived must not correct those that were trained."""
+    """A text that names the model for this problem, calibration included; "" if there is none. It is another one in
+    float64 and for volumes: what trials teach of gains that are derived must not correct those that were trained."""
     predictor = get_for(problem)
     of = "" if predictor is None else str(getattr(predictor, "identity", ""))
-    return f"{of} float64" if of and problem.dtype == "float64" else of
+    if of and (problem.dtype == "float64" or problem.is_volume):
+        return f"{of} {'volumes' if problem.is_volume else 'float64'}"
+    return of
 
 
 def _gpu_family() -> str | None:

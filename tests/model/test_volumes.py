@@ -1,0 +1,130 @@
+"""What is expected of algorithms on volumes, and that it is acted on."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from problems import relative_error
+from torch import nn
+
+import convselect
+from convselect.base.problem import Direction, conv_problem
+from convselect.base.settings import Settings
+from convselect.base.volumes import volume_problem
+from convselect.choice.choose import choose
+from convselect.kernels import _library
+from convselect.kernels.pool import BY_NAME
+from convselect.model import loaded, volumes
+from convselect.model.features import features
+from convselect.model.inference import ARTIFACTS, Predictor
+
+KINDS = {
+    "plain": (volume_problem(1, 32, 16, 32, 32, 32, 3, 3, 3, padding=1), {"winograd4", "winograd5", "winograd6"}),
+    "slices": (volume_problem(1, 32, 16, 32, 32, 32, 1, 3, 3, padding=(0, 1, 1)), {"winograd4"}),
+    "strided": (volume_problem(1, 32, 16, 32, 32, 64, 3, 3, 3, stride=2, padding=1), {"winograd4", "winograd3"}),
+    "depthwise": (volume_problem(1, 32, 16, 32, 32, 32, 3, 3, 3, padding=1, groups=32), {"depthwise"}),
+    "stem": (volume_problem(1, 1, 32, 64, 64, 32, 3, 3, 3, padding=1), {"direct"}),
+}
+every_kind = pytest.mark.parametrize("kind", KINDS)
+needs_library = pytest.mark.skipif(not _library.available(), reason="algorithms of the C library")
+
+
+@pytest.fixture(scope="module")
+def predictor():
+    return Predictor.load(ARTIFACTS / "cpu-x86-avx512-c.npz", host_flags={})
+
+
+@needs_library
+@every_kind
+@pytest.mark.parametrize("direction", Direction, ids=str)
+def test_what_is_expected_takes_the_problem_and_is_chosen(kind, direction, predictor):
+    layer, names = KINDS[kind]
+    p = layer._replace(direction=direction)
+    expected = volumes.gains(p)
+    assert expected is not None
+    assert names <= expected.keys() <= BY_NAME.keys()
+    assert all(BY_NAME[name].why_not(p) is None for name in names)
+    said = predictor.predict(p)
+    best = max(expected, key=expected.__getitem__)
+    assert said.ranked[0] == (best if expected[best] > 1 else "native")
+    assert said.log_gain(best) == pytest.approx(math.log(expected[best]))
+    choice = choose(p, BY_NAME, Settings(policy="auto"), predictor=predictor)
+    assert choice.algorithm in expected or choice.algorithm == "native"
+    assert (choice.algorithm == "native") == all(
+        math.log(gain) <= said.margin or _refused(name, p) for name, gain in expected.items()
+    )
+
+
+def _refused(name, p):
+    from convselect.choice.budgets import refusal
+
+    return refusal(BY_NAME[name], p, Settings()) is not None
+
+
+@pytest.mark.parametrize(
+    "change", [dict(dtype="bfloat16"), dict(dtype="float64"), dict(layout="channels_last"), dict(device="cuda"),
+               dict(D=1, H=4, W=4), dict(dil_h=2), dict(dil_d=2), dict(groups=2), dict(R=5), dict(K=4)]
+)  # fmt: skip
+def test_what_was_not_measured_is_left_to_native(change, predictor):
+    p = KINDS["plain"][0]._replace(**change)
+    assert volumes.gains(p) is None
+    assert predictor.predict(p) is None
+
+
+def test_more_threads_and_other_machines_need_more(predictor):
+    p = KINDS["plain"][0]
+    assert predictor.predict(p._replace(threads=4)).margin > predictor.predict(p).margin == predictor.margin
+
+
+def test_images_are_predicted_as_they_were_and_volumes_have_no_features(predictor):
+    image = conv_problem(1, 32, 32, 32, 32, 3, 3, padding=1)
+    assert len(predictor.predict(image).ranked) > 5
+    with pytest.raises(ValueError, match="depth"):
+        features(KINDS["plain"][0])
+    with pytest.raises(ValueError, match="depth"):
+        features(image._replace(pad_front=1))
+
+
+def test_what_is_learnt_of_volumes_does_not_correct_images():
+    loaded.override(Predictor.load(ARTIFACTS / "cpu-x86-avx512-c.npz", host_flags={}))
+    try:
+        image = conv_problem(1, 32, 32, 32, 32, 3, 3, padding=1)
+        names = {loaded.identity(p) for p in (image, image._replace(dtype="float64"), KINDS["plain"][0])}
+        assert len(names) == 3
+    finally:
+        loaded.use_local()
+
+
+@needs_library
+@every_kind
+@pytest.mark.filterwarnings("ignore::convselect.ConvselectWarning")
+def test_a_converted_layer_trains_by_it(kind):
+    """With the model that is shipped, end to end."""
+    p, _ = KINDS[kind]
+    stock = nn.Conv3d(p.C, p.K, (p.T, p.R, p.S), (p.stride_d, *p.stride), (p.pad_front, p.pad_top, p.pad_left),
+                      groups=p.groups)  # fmt: skip
+    mine = nn.Conv3d(p.C, p.K, (p.T, p.R, p.S), (p.stride_d, *p.stride), (p.pad_front, p.pad_top, p.pad_left),
+                     groups=p.groups)  # fmt: skip
+    mine.load_state_dict(stock.state_dict())
+    convselect.convert(mine, policy="auto")
+    loaded.override(Predictor.load(ARTIFACTS / "cpu-x86-avx512-c.npz", host_flags={}))
+    try:
+        results = []
+        for layer in (stock, mine):
+            torch.manual_seed(1)
+            x = torch.randn(p.x_shape, requires_grad=True)
+            y = layer(x)
+            grads = torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])
+            results.append((y, *grads))
+        assert "convselect" not in type(results[0][0].grad_fn).__module__
+        assert results[1][0].grad_fn.name() != results[0][0].grad_fn.name()
+        for want, got in zip(*results, strict=True):
+            assert got.stride() == want.stride()
+            assert relative_error(got, want) < 2e-5
+        chosen = {choice.algorithm for choice in convselect.summary(nn.Sequential(mine)).predicted}
+        assert chosen & KINDS[kind][1]
+    finally:
+        loaded.use_local()
+        convselect.clear()
