@@ -313,7 +313,8 @@ class Predictor:
             return None
         # Native scales with threads; algorithms made of many small operations do not always. For each doubling of
         # threads beyond those measured, the required gain is half as large again.
-        margin = self._margin_for(problem.threads, max(self.card.threads))
+        doublings = max(0.0, math.log2(problem.threads / max(self.card.threads)))
+        margin = self.margin + doublings * LOG_GAIN_PER_UNSEEN_DOUBLING
         line = () if plan_cost.outside_python else card.native_line
         ln_native_us = float(np.dot(x, line[:-1])) + line[-1] if line else 0.0  # before the network overwrites x
         logits = self._run(x).tolist()
@@ -329,10 +330,6 @@ class Predictor:
             names, logits = tuple(names[i] for i in known), [logits[i] for i in known]
         return Prediction(names, logits, self.card.alpha, margin, self.card.sharpness)
 
-    def _margin_for(self, threads: int, measured: int) -> float:
-        doublings = max(0.0, math.log2(threads / measured))
-        return self.margin + doublings * LOG_GAIN_PER_UNSEEN_DOUBLING
-
     def _of_volume(self, problem: ConvProblem) -> Prediction | None:
         from convselect.model import volumes  # one file less for whoever has none
 
@@ -340,7 +337,8 @@ class Predictor:
         if expected is None:
             return None
         logits = {NATIVE: 0.0} | {name: math.log(gain) for name, gain in expected.items()}
-        return Prediction(tuple(logits), tuple(logits.values()), 1.0, self._margin_for(problem.threads, 1))
+        margin = self.margin + math.log2(problem.threads) * LOG_GAIN_PER_UNSEEN_DOUBLING  # measured on one thread
+        return Prediction(tuple(logits), tuple(logits.values()), 1.0, margin)
 
     def _known(self, of: tuple[str, ...]) -> tuple[int, ...]:
         """The logits that count for problems of these kinds."""
