@@ -327,8 +327,37 @@ def vocoder():
     return nn.Sequential(*layers), torch.randn(2, 8, 9)
 
 
+class VolumeUNet(nn.Module):
+    """nnU-Net's shape: a strided stage, instance norm, a transposed convolution and a skip."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv3d(1, 8, 3, padding=1), nn.InstanceNorm3d(8, affine=True), nn.LeakyReLU(0.01))
+        self.down = nn.Sequential(nn.Conv3d(8, 16, 3, 2, 1), nn.InstanceNorm3d(16, affine=True), nn.LeakyReLU(0.01))
+        self.up = nn.ConvTranspose3d(16, 8, 2, 2)
+        self.back = nn.Conv3d(16, 8, 3, padding=1)
+        self.head = nn.Conv3d(8, 3, 1)
+
+    def forward(self, x):
+        first = self.first(x)
+        return self.head(F.leaky_relu(self.back(torch.cat([first, self.up(self.down(first))], 1)), 0.01))
+
+
+def video():
+    """R(2+1)D: slices, then along the time."""
+    layers = [
+        nn.Conv3d(3, 10, (1, 7, 7), (1, 2, 2), (0, 3, 3), bias=False), nn.BatchNorm3d(10), nn.ReLU(),
+        nn.Conv3d(10, 12, (3, 1, 1), 1, (1, 0, 0), bias=False), nn.BatchNorm3d(12), nn.ReLU(),
+        nn.Conv3d(12, 14, (1, 3, 3), (1, 2, 2), (0, 1, 1), bias=False), nn.BatchNorm3d(14), nn.ReLU(),
+        nn.Conv3d(14, 16, (3, 1, 1), (2, 1, 1), (1, 0, 0), bias=False), nn.BatchNorm3d(16), nn.ReLU(),
+    ]  # fmt: skip
+    return nn.Sequential(*layers), torch.randn(2, 3, 6, 16, 20)
+
+
 NETWORKS = {
     "DCGAN": generator,
+    "volumes": lambda: (VolumeUNet(), torch.randn(1, 1, 6, 10, 12)),
+    "video": video,
     "U-Net": lambda: (UNet(), torch.randn(2, 3, 16, 20)),
     "Conformer": lambda: (Conformer(), torch.randn(2, 10, 30)),
     "vocoder": vocoder,
