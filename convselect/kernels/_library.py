@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import math
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction
 from convselect.base.warnings import warn_once
+from convselect.kernels import _huge_pages
 
 ABI = 9
 TUNE_SLOTS = 8
@@ -145,6 +147,7 @@ class _Call(NamedTuple):
     result_shape: tuple[int, ...]
     dtype: torch.dtype
     out_format: torch.memory_format
+    large: bool  # whether the result is written to huge pages
 
 
 @functools.cache
@@ -232,6 +235,7 @@ def _prepared(
         p.result_shape,
         p.torch_dtype,
         formats[CONTIGUOUS if p.direction == Direction.BACKWARD_WEIGHT else a_layout],
+        math.prod(p.result_shape) * p.element_bytes >= _huge_pages.LARGE_BYTES,
     )
 
 
@@ -318,6 +322,8 @@ def call_checked(
     if (a.shape, b.shape) != plan.operand_shapes or a.dtype != dtype or b.dtype != dtype or not (a.is_cpu and b.is_cpu):
         raise ValueError(f"{name}: operands {a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)} for {p}")
     out = torch.empty(plan.result_shape, dtype=dtype, device="cpu", memory_format=plan.out_format)
+    if plan.large:
+        _huge_pages.use_huge_pages(out)
     epilogue = held = None
     if bias is not None or residual is not None or activation is not None:
         epilogue, held = _epilogue(bias, residual, activation, slope, p, plan)

@@ -23,7 +23,7 @@ from convselect.base import warnings as warnings_of
 from convselect.base.problem import Direction, conv_problem, layout_of
 from convselect.base.warnings import ConvselectWarning
 from convselect.freeze import attention, pointwise, reduce
-from convselect.kernels import _library, _spot_check
+from convselect.kernels import _huge_pages, _library, _spot_check
 from convselect.kernels.pool import ALL
 from convselect.kernels.reference import Reference
 
@@ -340,6 +340,37 @@ def test_a_kernel_that_fails_is_an_error(seen):
         seen.status = status
         with pytest.raises(error, match="any"):
             _library.call("any", x, weight, SEEN)
+
+
+@needs_library
+def test_large_results_are_in_huge_pages_and_small_ones_as_they_are(monkeypatch):
+    """Whole pages within the result, before the kernel writes to it."""
+    asked = []
+    monkeypatch.setattr(_huge_pages, "_madvise", lambda: lambda *arguments: asked.append(arguments) or 0)
+    monkeypatch.setattr(_huge_pages, "LARGE_BYTES", 3 * _huge_pages.HUGE_PAGE)
+    _library._prepared.cache_clear()
+    try:
+        for size, times in ((24, 0), (1300, 1)):
+            p = conv_problem(1, 1, size, size, 1, 3, 3)
+            x, weight, _ = random_operands(p)
+            x, weight = x.float(), weight.float()
+            out = _library.call("cs_thin", x, weight, p)
+            assert len(asked) == times
+            assert relative_error(out, Reference().run(x, weight, p)) < 1e-5
+        ((start, length, advice),) = asked
+        assert start % _huge_pages.HUGE_PAGE == length % _huge_pages.HUGE_PAGE == 0
+        assert out.data_ptr() <= start < start + length <= out.data_ptr() + out.nbytes
+        assert advice == _huge_pages.MADV_HUGEPAGE
+    finally:
+        _library._prepared.cache_clear()
+
+
+def test_a_system_without_such_pages_is_no_error(monkeypatch):
+    tensor = torch.empty(_huge_pages.LARGE_BYTES // 4)
+    monkeypatch.setattr(_huge_pages, "_madvise", lambda: None)
+    _huge_pages.use_huge_pages(tensor)
+    monkeypatch.setattr(_huge_pages, "_madvise", lambda: lambda *_: -1)
+    _huge_pages.use_huge_pages(tensor)
 
 
 # ---- threads ----------------------------------------------------------------------------------------------------
