@@ -175,7 +175,8 @@ class Winograd(CAlgorithm):
         at most 4.6e-7 (F(2x2, 3x3)), 5.6e-7 (F(3x3, 3x3)), 1.0e-6 (F(4x4, 3x3)), 2.3e-6 (F(5x5, 3x3)), 4.1e-6 (F(6x6,
         3x3)), 9.0e-6 (F(7x7, 3x3)), 4.0e-6 (F(4x4, 5x5)), 8.6e-6 (F(5x5, 5x5)), 9.6e-6 (F(3x3, 7x7)) and 3.4e-6 (F(4,
         7)); at stride 2 at most 4e-7 (m = 3, 4 for 3x3, 2 for 4x4), 6e-7 (4 for 4x4) and 4e-6 (the others); native
-        5e-8 to 5e-7: sums over channels are cut into runs of 64. PyTorch operations sum them in one run: 5e-6 to 8e-6
+        5e-8 to 5e-7: sums over channels are cut into runs of 64, over channels and depth taps of volumes into runs of
+        up to 192: at most 6e-7 (m = 2), 1.3e-6 (4) and 5e-6 (6). PyTorch operations sum them in one run: 5e-6 to 8e-6
         with m = 6, above 1e-5 in a weight gradient of few products that cancel."""
         if problem.element_bytes == 2:
             return Grade.DIRECT  # rounded once, from float32: 16 bits hide the difference

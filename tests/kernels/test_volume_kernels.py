@@ -73,9 +73,25 @@ def test_an_image_has_the_same_bits_in_any_batch(direction):
                 assert torch.equal(algorithm.run(a, b, p), alone), algorithm.name
 
 
-def test_output_channels_in_passes():
-    """A transformed weight that is too large to be held at one time."""
-    p = volume_problem(1, 256, 2, 5, 4, 320, 3, 3, 3, padding=1)
+@pytest.mark.parametrize("direction", list(Direction), ids=str)
+def test_small_volumes_with_large_weights(direction, threads, nan_memory):
+    """Output channels in passes over inputs that are transformed once; gradients that are complete in one step."""
+    p = volume_problem(1, 200, 2, 5, 4, 240, 3, 3, 3, padding=1, direction=direction)
+    operands, winograd = operands_of(p, *random_operands(p)), BY_NAME["winograd4"]
+    want = Reference().run(*(t.double() for t in operands), p._replace(dtype="float64"))
+    results = []
+    for count in (1, 2, 3):
+        threads(count)
+        results.append(winograd.run(*operands, p))
+    assert relative_error(results[0], want) <= tolerance(winograd, p)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def test_passes_with_several_steps(threads):
+    """A transformed weight that is too large to be held at one time, and more spans than threads."""
+    threads(1)
+    p = volume_problem(2, 288, 1, 3, 4, 320, 3, 3, 3, padding=1)
     x, weight, _ = random_operands(p)
     want = Reference().run(x.double(), weight.double(), p._replace(dtype="float64"))
     assert relative_error(BY_NAME["winograd4"].run(x, weight, p), want) <= tolerance(BY_NAME["winograd4"], p)
