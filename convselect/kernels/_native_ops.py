@@ -161,6 +161,9 @@ def native_forward_in_bands(x: Tensor, weight: Tensor, problem: ConvProblem, bia
 
 def _in_bands(x: Tensor, weight: Tensor, p: ConvProblem, bias: Tensor | None, bands: int) -> Tensor:
     y = torch.empty(p.result_shape, dtype=x.dtype, device=x.device, memory_format=memory_format(p))
+    if p.is_volume:
+        _native_volumes.forward_in_bands(x, weight, p, bias, bands, y)
+        return y
     rows = -(-p.P // bands)
     for n in range(p.N):
         for first in range(0, p.P, rows):

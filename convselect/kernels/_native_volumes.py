@@ -67,3 +67,20 @@ def native_backward(
         left, _, top, _, front, _ = rest
         grad_x = grad_x[:, :, front : front + p.D, top : top + p.H, left : left + p.W]
     return grad_x, grad_weight, grad_bias
+
+
+def forward_in_bands(
+    x: Tensor, weight: Tensor, problem: ConvProblem, bias: Tensor | None, bands: int, y: Tensor
+) -> None:
+    """y by one call of aten per image and band of slices."""
+    p, (stride, dilation) = problem, steps(problem)
+    slices = -(-p.O // bands)
+    for n in range(p.N):
+        for first in range(0, p.O, slices):
+            last = min(first + slices, p.O)
+            front = first * p.stride_d - p.pad_front
+            back = (last - 1) * p.stride_d + p.depth_extent - p.pad_front
+            band = x[n : n + 1, :, max(front, 0) : max(min(back, p.D), 0)]
+            missing = (max(-front, 0), back - front - max(-front, 0) - band.shape[2])
+            band = F.pad(band, (p.pad_left, p.pad_right, p.pad_top, p.pad_bottom, *missing))
+            y[n : n + 1, :, first:last] = torch.conv3d(band, weight, bias, stride, 0, dilation, p.groups)

@@ -13,6 +13,7 @@ from tolerances import tolerance
 
 from convselect.base.problem import ConvProblem, Direction, conv_problem, layout_of
 from convselect.kernels._contract import Algorithm
+from convselect.kernels._native_ops import native_forward_in_bands
 from convselect.kernels.pool import ALL, BY_NAME
 from convselect.kernels.reference import Reference
 
@@ -185,3 +186,13 @@ def test_images_of_one_slice_are_the_same_problem_to_native():
     x, weight, _ = random_operands(p)
     native = BY_NAME["native"]
     assert torch.equal(native.run(x, weight, p), F.conv2d(x, weight, None, 1, 1))
+
+
+@pytest.mark.parametrize("name", VOLUMES)
+def test_native_in_bands_of_slices_is_native(name):
+    """What runs for want of memory."""
+    p = VOLUMES[name]
+    x, weight, _ = random_operands(p)
+    bias = torch.randn(p.K)
+    want = BY_NAME["native"].run_checked(x, weight, p, None, bias)
+    assert relative_error(native_forward_in_bands(x, weight, p, bias), want) < 2e-6
