@@ -128,6 +128,8 @@ def _recipe(
     call = _library._prepared(
         algorithm.kernel, len(leading), problem, a_layout, b_layout, torch.get_num_threads(), _library.isa(), tune
     )
+    if call.large:
+        return None  # in huge pages, which Python asks for: its time is nothing beside such a call's
     return (
         ctypes.cast(call.function, ctypes.c_void_p).value,
         leading,

@@ -128,7 +128,7 @@ class _Folded(_Volumes):
     @staticmethod
     def beats_aten(problem: ConvProblem, settings: Settings) -> bool:
         """For kernels along the depth: `conv2d` is 1.2 to 4 times as fast as `conv3d` for the same sums, at stride 1.
-        With a stride it may be slower, and for 1x1x1 kernels (`python -m benchmarks.volume_pool --layers x1x1`)."""
+        With a stride it may be slower, and for 1x1x1 kernels (`python -m benchmarks.volumes --layers x1x1`)."""
         if settings.policy == NATIVE or problem.R == 1 or problem.S > 1 or problem.stride_h > 1:
             return False
         return settings.chooses and loaded.get_for(problem) is not None

@@ -1,7 +1,7 @@
 """What to expect of algorithms on volumes: rules, since the networks have seen images only.
 
 Each rule is a kind of layer with a gain over native that no measured one of its kind stayed below by more than a tenth,
-under AVX-512 and AVX2 on one thread (`python -m benchmarks.volume_pool`). So they say what is worth a trial on real
+under AVX-512 and AVX2 on one thread (`python -m benchmarks.volumes`). So they say what is worth a trial on real
 calls, and little about which of two is faster.
 """
 
