@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -34,7 +35,8 @@ class BuildError(RuntimeError):
 def name() -> str:
     """The file's name for this source, PyTorch and Python."""
     digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:12]
-    return f"cached-calls-{digest}-torch-{torch.__version__}-{sys.implementation.cache_tag}.so"
+    here = f"torch-{torch.__version__}-{sys.implementation.cache_tag}-{platform.machine()}"
+    return f"cached-calls-{digest}-{here}.so"
 
 
 def is_off() -> bool:
