@@ -13,8 +13,6 @@ READY := $(VENV)/.convselect-ready
 TRITON := $(VENV)/triton/bin/python
 TRITON_READY := $(VENV)/triton/.ready
 COMPILED := $(wildcard tests/kernels/test_*triton*.py) tests/benchmarks/test_gpu_run_on_cpu.py
-# Once more with every call in Python, as where the extension is not built.
-IN_PYTHON := tests/eager/test_dispatch.py tests/eager/test_budgets.py tests/test_layer.py
 CSRC := setup.py $(wildcard convselect/kernels/csrc/*) convselect/eager/cached_calls.cpp
 
 # Tests start many processes: none should have to compile its modules again.
@@ -31,7 +29,6 @@ check: lint
 
 test: $(READY) $(TRITON_READY)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-	CONVSELECT_NO_EXTENSION=1 $(BIN)/python -m pytest -n $(WORKERS) $(IN_PYTHON)
 	$(TRITON) -m pytest -n $(WORKERS) $(COMPILED)
 	TRITON_INTERPRET=1 $(TRITON) -m pytest -n $(WORKERS) tests/interpreted
 

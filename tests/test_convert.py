@@ -515,11 +515,11 @@ def mixed_net():
             super().__init__()
             self.body = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
             self.head = nn.Conv2d(4, 4, 1, bias=False)
-            self.up = nn.ConvTranspose2d(4, 2, 2)
+            self.up = nn.Conv3d(4, 2, 1)
 
         def forward(self, x):
             y = self.head(self.body(x))
-            return self.up(y) if y.sum() > 0 else self.up(-y)
+            return self.up(y[:, :, None]) if y.sum() > 0 else self.up(-y[:, :, None])
 
     torch.manual_seed(3)
     return Branches().eval()
