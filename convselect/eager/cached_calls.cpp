@@ -159,6 +159,7 @@ struct Entry {
   int patience = 2, misses = 0;  // a call is described after so many misses, twice as many each time
   bool described = false, native = false, needs_grad = false, watches = false;
   Owned plan;
+  Owned settings;  // the key has their address, which nothing else may have meanwhile
   Recipe forward;
   Kind kind;
   std::vector<int64_t> stride, padding, dilation, output_padding;
@@ -168,7 +169,7 @@ struct Entry {
   std::mutex mutex;  // of what follows
   std::vector<std::shared_ptr<const Backward>> backwards;
   int backward_patience = 1, backward_misses = 0;
-  explicit Entry(PyObject* plan_) : plan(plan_) {}
+  Entry(PyObject* plan_, PyObject* settings_) : plan(plan_), settings(settings_) {}
 };
 
 struct Statics {
@@ -650,12 +651,12 @@ void keep(Cache* self, const Key& key, std::shared_ptr<Entry> entry) {
 }
 
 // None: Python's business. (calls, None) for aten's own; (calls, plan, recipe, needs_grad, watches) for a plan.
-std::shared_ptr<Entry> entry_of(PyObject* given, PyObject* geometry, Kind kind) {
+std::shared_ptr<Entry> entry_of(PyObject* given, PyObject* geometry, Kind kind, PyObject* settings) {
   PyObject *plan, *recipe = nullptr;
   long long left;
   int needs_grad = 0, watches = 0;
   if (!PyArg_ParseTuple(given, "LO|Opp", &left, &plan, &recipe, &needs_grad, &watches)) return nullptr;
-  auto entry = std::make_shared<Entry>(plan == Py_None ? nullptr : plan);
+  auto entry = std::make_shared<Entry>(plan == Py_None ? nullptr : plan, settings);
   entry->left = left;
   entry->described = true;
   entry->native = plan == Py_None;
@@ -675,7 +676,7 @@ std::shared_ptr<Entry> entry_of(PyObject* given, PyObject* geometry, Kind kind) 
 // Python computes the call; what it did is described to us now and then.
 PyObject* missed(Cache* self, const Key& key, std::shared_ptr<Entry> entry, PyObject* const* args, Py_ssize_t nargs) {
   if (!entry) {
-    entry = std::make_shared<Entry>(nullptr);
+    entry = std::make_shared<Entry>(nullptr, settings_in_force());
     keep(self, key, entry);
   }
   const bool ask = ++entry->misses >= entry->patience && thread_is_plain();
@@ -689,7 +690,7 @@ PyObject* missed(Cache* self, const Key& key, std::shared_ptr<Entry> entry, PyOb
     PyObject* found = PyObject_CallFunctionObjArgs(
         self->describe, PyList_GET_ITEM(seen, 0), args[0], args[1], args[2], args[3], nullptr);
     if (found != nullptr && found != Py_None) {
-      auto made = entry_of(found, args[3], self->kind);
+      auto made = entry_of(found, args[3], self->kind, entry->settings.object);
       if (made) keep(self, key, std::move(made));
     }
     if (PyErr_Occurred()) PyErr_WriteUnraisable(self->describe);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import sys
 import threading
 
 import pytest
@@ -347,6 +348,20 @@ def test_references_do_not_add_up():
     after = alive()
     assert after[0] <= before[0] + 2
     assert after[1] <= before[1] + 200
+
+
+def test_settings_stay_alive_while_a_key_has_their_address():
+    (x, weight, bias), arguments = CONV2D.operands("plain")
+    with convselect.use("auto", workspace_bytes=123_457) as settings:
+        before = sys.getrefcount(settings)
+        for calls in (1, CALLS):  # not described yet, and described
+            for _ in range(calls):
+                convselect.conv2d(x, weight, bias, **arguments)
+            for held in list(lru._ALL):  # what Python itself holds of them, and nobody is told
+                held.entries.clear()
+            assert sys.getrefcount(settings) > before
+        lru.forget_entries()
+        assert sys.getrefcount(settings) == before
 
 
 def test_cleared_with_the_plans():
