@@ -24,10 +24,13 @@ agree by chance. From `MIN_ROUNDS` on, and one round earlier for what is clear b
                                   once no rival may still beat it
     the end of the trial          the best mean - sd if that is above MIN_GAIN; otherwise native
 
+The first of these allows for more with every round (`PATIENCE`): what is hardly faster is not worth many calls.
+
 A trial ends after `MOST_CALLS` calls, after `MAX_ROUNDS` rounds, and as soon as it has cost more than `ALLOWANCE_CALLS`
-calls of native and `ALLOWANCE_US`, everything included: slower algorithms, the checks of their results, its own
-overhead. A fast candidate's gains pay for others. A candidate is out after a first call beyond `COLD_DROP`, or a second
-beyond `WARM_DROP` times native's time.
+calls of native and `ALLOWANCE_US`, everything included: the prediction and the plan before it, slower algorithms, the
+checks of their results, its own overhead. A fast candidate's gains pay for others. If `MIN_ROUNDS` rounds with one
+candidate cannot be had for that, there is no trial once native's time is known, and the model decides. A candidate is
+out after a first call beyond `COLD_DROP`, or a second beyond `WARM_DROP` times native's time.
 """
 
 from __future__ import annotations
@@ -52,17 +55,21 @@ RIVAL_ROUNDS = 6
 MIN_GAIN = 0.02
 """Least ln(t_native / t) for which leaving native is worth it."""
 Z_IN, Z_OUT = 2.5, 1.7
+PATIENCE = 0.003
+"""Added to `MIN_GAIN` for each round in deciding who is out: candidates as fast as native would stay to the end."""
 NOISE_SD, NOISE_ROUNDS = 0.05, 4
 NOISE_LEAST = 0.02
 """Lower bound of the deviation of one round's g."""
 COLD_DROP, WARM_DROP = 4.0, 2.5
 COLD_US = 200.0
 """Extra time allowed for a first call: a library is loaded, threads start, pages are touched for the first time."""
-ALLOWANCE_CALLS, ALLOWANCE_US = 3.5, 120.0
-MACHINERY_US = 10.0
-"""About the cost of a turn beyond the convolution; used in replays."""
-CHECK_US = 40.0
-"""About the cost of checking a candidate's first result; used in replays."""
+ALLOWANCE_CALLS, ALLOWANCE_US = 3.5, 300.0
+MACHINERY_US = 25.0
+"""About the cost of a turn beyond the convolution: this is expected of turns to come."""
+CHECK_US = 80.0
+"""About the cost of checking a candidate's first result, likewise."""
+MOST_PLAN_US = 1500.0
+"""What came before the trial counts up to this: more than that was for all problems, as loading a library is."""
 OUTLIER = 3.0
 """A call that takes longer than this many times its algorithm's median was interrupted; at most this is charged."""
 UNUSABLE = 2
@@ -161,11 +168,12 @@ class Trial:
         favourite: the candidate that has the very first call; None if that is native's.
         cost_us: overhead per call of leaving native, by native's time in us: that of the plan that dispatches to the
             algorithm. None: nothing.
+        plan_us: what it took to come to this trial, of which its allowance pays as well.
         seed: random seed of the orders.
     """
 
     __slots__ = (
-        "_cold_us", "_cost_of", "_cost_us", "_order", "_proven", "_random", "_rounds", "_seed", "_spent_us",
+        "_cold_us", "_cost_of", "_cost_us", "_order", "_plan_us", "_proven", "_random", "_rounds", "_seed", "_spent_us",
         "_spoilt", "_this_round", "_timed", "_unusable", "_warm_us", "calls", "excess_us", "live", "native_us",
         "outcome", "priors", "turns",
     )  # fmt: skip
@@ -176,6 +184,7 @@ class Trial:
         *,
         favourite: str | None = None,
         cost_us: Callable[[float], float] | None = None,
+        plan_us: float = 0.0,
         seed: int = 0,
     ) -> None:
         self.priors = dict(priors) if isinstance(priors, Mapping) else {name: Prior() for name in priors}
@@ -192,6 +201,7 @@ class Trial:
         native's time is known."""
         self._cost_of = cost_us
         self._cost_us = 0.0 if cost_us is None else cost_us(0.0)
+        self._plan_us = min(plan_us, MOST_PLAN_US)
         self._spent_us = 0.0
         self._timed = 0
         self._seed = seed
@@ -321,6 +331,7 @@ class Trial:
             self._warm_us[name] = []
             if name == NATIVE:
                 self._native_takes(us)
+                self._end_if_too_expensive(expected_us=self._least_us())
             self._drop_if_cold_and_hopeless()
         else:
             insort(warm, us)
@@ -356,12 +367,18 @@ class Trial:
             self._this_round = {}
             self._judge()
 
-    def _end_if_too_expensive(self) -> None:
+    def _least_us(self) -> float:
+        """What it costs at least to compare one candidate with native."""
+        check_us = 0.0 if self.live and self.live[0] in self._cold_us else CHECK_US
+        return (2 * MIN_ROUNDS + (check_us > 0.0)) * MACHINERY_US + check_us
+
+    def _end_if_too_expensive(self, expected_us: float = 0.0) -> None:
         native_us = self.native_us
         if native_us is None:
             return
         self.excess_us = self._spent_us - self._timed * native_us
-        if self.excess_us > ALLOWANCE_CALLS * native_us + ALLOWANCE_US and self.outcome is None:
+        cost_us = self._plan_us + self.excess_us + expected_us
+        if cost_us > ALLOWANCE_CALLS * native_us + ALLOWANCE_US and self.outcome is None:
             self._end("its cost")
 
     def drop(self, name: str) -> None:
@@ -432,7 +449,7 @@ class Trial:
         beliefs = {name: self.belief(name) for name in self.live}
         if not self._proven:
             for name, (mean, sd) in beliefs.items():
-                if mean + Z_OUT * sd < MIN_GAIN - clear:
+                if mean + Z_OUT * sd < MIN_GAIN + n * PATIENCE - clear:
                     self.drop(name)
             if self.outcome is not None:
                 return

@@ -57,6 +57,8 @@ MOST_DISTURBED = 8
 """After this many of those in a row that is how this machine is."""
 FIRST_PLACES = 24
 """Outputs of a candidate's first result that are checked."""
+UNSEEN_US = 15.0
+"""What a turn costs before and after what is timed of it: a call that goes through Python."""
 WAIT_CALLS = 16
 """Calls of native after which a trial that may not begin yet asks again."""
 MIN_AUDITS, MAX_AUDITS = 5, 24
@@ -77,6 +79,7 @@ class LiveTrial:
         candidates: what is predicted of them, the most promising first; if empty, `provisional` is settled, and only
             watched.
         favourite: the candidate that runs from the very first call on; None if native has the first.
+        plan_us: what it took to come to this trial.
         audit: once it is settled, one call in `audit` is timed against native; 0 for none.
         on_settled: called once with (choice, outcome, store_result), and again if an audit gives the choice up.
     """
@@ -109,6 +112,7 @@ class LiveTrial:
         candidates: Mapping[str, Prior] | Sequence[str],
         *,
         favourite: str | None = None,
+        plan_us: float = 0.0,
         audit: int = 0,
         on_settled: Callable[[Choice, Outcome, bool], None] | None = None,
     ) -> None:
@@ -123,7 +127,7 @@ class LiveTrial:
         # From the sizes alone: Python hashes texts differently in every process.
         seed = hash(problem[1:17])
         cost_us = partial(plan_cost_us, problem, names=tuple(candidates))
-        self.trial = Trial(candidates, favourite=favourite, cost_us=cost_us, seed=seed)
+        self.trial = Trial(candidates, favourite=favourite, cost_us=cost_us, plan_us=plan_us, seed=seed)
         self.waits = 0
         """Calls of native before the trial goes on. They have been counted as its calls already."""
         # The one clock of this decision. On one thread, time of that thread, which neighbours on the machine disturb
@@ -278,7 +282,7 @@ class LiveTrial:
             assert result is not None
             return result
         undisturbed = self._undisturbed(us, thread_us)
-        overhead_us = (now_ns() - begun_ns) / 1e3 - us
+        overhead_us = (now_ns() - begun_ns) / 1e3 - us + UNSEEN_US
         if undisturbed is None and not new:
             self._postpone(name)
             self.trial.charge(overhead_us)

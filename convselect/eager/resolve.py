@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from convselect.base import timing
 from convselect.base.lru import LRU, Entry, on_clear
 from convselect.base.problem import ConvProblem, Direction
 from convselect.base.settings import CACHE_ENTRIES, TIMING, Settings
@@ -25,6 +26,7 @@ from convselect.model import loaded
 from convselect.store import process
 
 Found = Choice | LiveTrial
+_, _thread_ns = timing.SYSTEM_CLOCK
 
 
 class _Chosen(Entry):
@@ -80,6 +82,7 @@ def _cached(key: tuple[ConvProblem, Settings]) -> Found | None:
 def _resolve(problem: ConvProblem, settings: Settings) -> Found:
     """Make the choice and cache it. Under "measure" a choice without a measurement is a makeshift, and not cached."""
     key = (problem, settings)
+    begun_ns = _thread_ns()
     per_image = settings.batch_invariant and problem.direction != Direction.BACKWARD_WEIGHT
     if per_image:
         problem = batch.single(problem)
@@ -89,7 +92,7 @@ def _resolve(problem: ConvProblem, settings: Settings) -> Found:
     choice = choose(problem, BY_NAME, settings, store=stored, predictor=predictor, refused=refused)
     if per_image:
         choice = replace(choice, per_image=settings)
-    found = _on_trial(problem, settings, choice, predictor.said, refused) or choice
+    found = _on_trial(problem, settings, choice, predictor.said, refused, begun_ns) or choice
     if log.logger.isEnabledFor(log.INFO) and (settings.policy != "measure" or choice.source == "store"):
         log.chosen(problem, found, settings, predictor.said)
     raced = choices.entries.get(key)
@@ -126,7 +129,12 @@ PRIOR_SD = 0.3
 
 
 def _on_trial(
-    problem: ConvProblem, settings: Settings, choice: Choice, prediction: Prediction | None, refused: Refused
+    problem: ConvProblem,
+    settings: Settings,
+    choice: Choice,
+    prediction: Prediction | None,
+    refused: Refused,
+    begun_ns: int,
 ) -> Found | None:
     """The trial that checks this choice, or watches it; None if it needs neither; a choice if what was learnt makes a
     trial needless."""
@@ -155,7 +163,10 @@ def _on_trial(
         model_says = prediction.log_gain if corrected is None else corrected.raw_log_gain
         predicted = {name: model_says(name) for name in candidates}
     keeper = _Keeper(problem, settings, predicted, loaded.identity(problem) if predicted else "")
-    trial = LiveTrial(problem, choice, candidates, favourite=favourite, audit=settings.audit, on_settled=keeper)
+    plan_us = (_thread_ns() - begun_ns) / 1e3
+    trial = LiveTrial(
+        problem, choice, candidates, favourite=favourite, plan_us=plan_us, audit=settings.audit, on_settled=keeper
+    )
     keeper.trial = trial
     trial.store_result = not choice.memory_limited
     return trial

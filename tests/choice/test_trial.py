@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import operator
 
@@ -146,16 +147,26 @@ def test_equals_are_native():
 
 
 @pytest.mark.parametrize(
-    ("gain", "winner", "words"), [(0.025, NATIVE, "nothing was clearly faster"), (0.03, "a", "the best so far")]
+    ("gain", "winner", "words"), [(0.04, NATIVE, "nothing was clearly faster"), (0.07, "a", "the best so far")]
 )
 def test_it_ends_after_the_most_rounds(gain, winner, words):
     """Neither clearly better nor clearly not: one standard deviation decides."""
-    trial = Trial({"a": Prior(gain, 0.3)})
-    play(trial, of(a=US / math.exp(gain)))
+    trial, noise = Trial({"a": Prior(gain, 0.3)}), itertools.cycle([-0.06, 0.0, 0.06])
+    while (name := trial.turn()) is not None:
+        trial.record(name, US if name == NATIVE else US * math.exp(next(noise) - gain))
     assert trial.outcome is not None
     assert (trial.outcome.algorithm, trial.outcome.rounds) == (winner, MAX_ROUNDS)
     assert trial.outcome.reason == f"{words} after {MAX_ROUNDS} rounds"
     assert not trial.outcome.cut_short
+
+
+@pytest.mark.parametrize(("gain", "rounds"), [(0.0, 5), (0.02, 9), (0.03, 13)])
+def test_what_is_hardly_faster_is_not_worth_many_calls(gain, rounds):
+    trial = Trial({"a": Prior(gain, 0.3)})
+    play(trial, of(a=US / math.exp(gain)))
+    assert trial.outcome is not None
+    assert (trial.outcome.algorithm, trial.outcome.cut_short) == (NATIVE, False)
+    assert trial.rounds <= rounds
 
 
 def test_after_60_calls_it_is_over_timed_or_not():
@@ -353,6 +364,22 @@ def test_it_ends_once_it_has_cost_its_allowance():
     assert trial.outcome.algorithm == NATIVE
     assert trial.outcome.cut_short
     assert "its cost" in trial.outcome.reason
+
+
+def test_there_is_no_trial_where_no_three_rounds_can_be_had():
+    """The model decides once native's time is known: for what is predicted to gain much."""
+    least = (2 * MIN_ROUNDS + 1) * MACHINERY_US + CHECK_US
+    tiny = (least - ALLOWANCE_US + 200.0) / ALLOWANCE_CALLS
+    for us, plan_us, gain, over, winner in (
+        (tiny + 1, 200.0, 1.1, False, None), (tiny - 1, 200.0, 1.1, True, "a"), (tiny - 1, 200.0, 0.3, True, NATIVE),
+        (tiny - 1, 150.0, 1.1, False, None), (US, 1e9, 1.1, False, None),
+    ):  # fmt: skip
+        trial = Trial({"a": Prior(gain, 0.3)}, plan_us=plan_us)
+        trial.record(trial.turn(), us)
+        assert (trial.outcome is not None) is over
+        if trial.outcome is not None:
+            assert (trial.outcome.algorithm, trial.outcome.cut_short) == (winner, True)
+        assert trial.excess_us == 0
 
 
 def test_if_its_first_call_was_faster_than_native_the_models_word_counts():

@@ -19,7 +19,7 @@ from convselect.choice.budgets import distrusted
 from convselect.choice.choose import NATIVE, Choice
 from convselect.choice.trial import EARLY_ROUNDS, Prior
 from convselect.eager import checks, execute, live_trial, resolve
-from convselect.eager.live_trial import FIRST_PLACES, LiveTrial
+from convselect.eager.live_trial import FIRST_PLACES, UNSEEN_US, LiveTrial
 from convselect.eager.plan import plans
 from convselect.graph import run as graph_run
 from convselect.kernels import _library
@@ -202,7 +202,7 @@ def test_a_wrong_result_costs_its_own_time_and_its_check(race):
     for _ in range(2):
         trial.run(run, torch.device("cpu"), is_right)
     assert clock.ns == 1000 * (2 * NATIVE_US + 1500.0 + 200.0)
-    assert trial.trial.excess_us == pytest.approx(25.0 + 1500.0 + 200.0)
+    assert trial.trial.excess_us == pytest.approx(25.0 + UNSEEN_US + 1500.0 + 200.0)
     assert live_trial.account.excess_us == pytest.approx(trial.trial.excess_us)
     assert trial.choice.algorithm == NATIVE
     assert trial.trial.hopeless() == []
