@@ -4,6 +4,7 @@
 computes with PyTorch's operations. No Python or torch header is included, so none needs to be installed.
 """
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,6 +21,8 @@ FLAGS = [
     "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi",
     "-Werror=implicit-function-declaration",  # a library that cannot be loaded is as good as none, and says nothing
 ]  # fmt: skip
+# Added to the above: `CSRC_CFLAGS=-Og` compiles in a quarter of the time what nobody will measure.
+MORE = os.environ.get("CSRC_CFLAGS", "").split()
 
 
 class BuildLibrary(build_ext):
@@ -55,7 +58,7 @@ setup(
             "convselect.kernels._csrc",
             sources=sorted(str(path) for path in CSRC.glob("*.c")),
             depends=sorted(str(path) for pattern in ("*.h", "*.inc") for path in CSRC.glob(pattern)),
-            extra_compile_args=FLAGS,
+            extra_compile_args=[*FLAGS, *MORE],
             extra_link_args=["-fopenmp"],
             optional=True,
         )

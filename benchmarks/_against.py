@@ -19,6 +19,7 @@ from benchmarks._rivals import Absent, Side
 from benchmarks._tables import geometric_mean
 from convselect.base import timing
 from convselect.base.timing import Ratio, Timing
+from convselect.choice.trial import MOST_CALLS
 
 RIVALS = _networks.RIVALS
 OURS = ("converted", "frozen")
@@ -40,7 +41,7 @@ class Result:
             absolute value there.
         seconds: what was done once: "frozen", planning with the first call; "frozen again", the same in a second
             process with the first one's store; "onnx", the export; "onnxruntime", "openvino", "torch.compile", making
-            those; "converted", the first call.
+            those; "converted", all calls until nothing is on trial.
         spinning_us: median wall-clock time of ONNX Runtime by itself, with threads that spin between its calls.
         load_average: of the machine, before and after.
         missing: side -> why it has no times.
@@ -147,10 +148,19 @@ def _exporting(model: nn.Module, x: Tensor, seconds: dict[str, float]) -> Callab
     return exported
 
 
+def _converted(model: nn.Module, x: Tensor) -> Callable[[], Tensor]:
+    """The network as `convselect.convert(model)` makes it, after its trials."""
+    ours = convselect.convert(_networks.sharing_copy(model), policy=convselect.Settings().policy)
+    for _ in range(MOST_CALLS + 1):
+        ours(x)
+        if not convselect.summary(ours).on_trial:
+            break
+    return lambda: ours(x)
+
+
 def _inference_sides(model: nn.Module, x: Tensor, threads: int, compile: bool) -> tuple[_Made, Callable[[], bytes]]:
     made = _Made()
     exported = _exporting(model, x, made.seconds)
-    ours = _networks.converted(model)
     made.add("eager", lambda: lambda: model(x))
     if x.dim() == 4:  # PyTorch has no such layout for other dimensions
         last = copy.deepcopy(model).to(memory_format=torch.channels_last)
@@ -161,7 +171,7 @@ def _inference_sides(model: nn.Module, x: Tensor, threads: int, compile: bool) -
     with torch.inference_mode(False), torch.no_grad():
         for name, make in (("onnxruntime", _rivals.onnxruntime_side), ("openvino", _rivals.openvino_side)):
             made.add(name, lambda make=make: make(exported(), x, threads))  # type: ignore[misc]
-    made.add("converted", lambda: lambda: ours(x))
+    made.add("converted", lambda: _converted(model, x))
     made.add("frozen", lambda: _networks._frozen(model, x))
     return made, exported
 

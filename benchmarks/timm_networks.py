@@ -9,8 +9,9 @@
 Batch 1, each network's own image size, float32, random weights in which every branch matters (`_timm.enliven`). Each
 output is compared with the same network in float64 before anything is timed. Sides are timed interleaved, in one
 process per network: a crash or a network that takes too long does not lose the others, and results are written as they
-come. Each timed call follows an untimed one of the same side. On one thread the clock is the CPU time of the process,
-otherwise wall-clock time. malloc keeps freed memory, for all sides.
+come. Each timed call follows an untimed one of the same side. "Converted" is what `convselect.convert(model)` gives
+after its trials; in training steps, of which few are made, by the model's own choices (policy "auto"). On one thread
+the clock is the CPU time of the process, otherwise wall-clock time. malloc keeps freed memory, for all sides.
 
 `--isa avx2` limits PyTorch, oneDNN (also OpenVINO's) and this package. ONNX Runtime's kernels (MLAS) and some of
 OpenVINO's own cannot be limited: on a processor with AVX-512 they use it all the same.
