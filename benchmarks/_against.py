@@ -202,14 +202,25 @@ def inference(
     return found
 
 
+def _overruns(layer: nn.Module) -> bool:
+    """As `overruns_in_channels_last`, of a layer. Converted layers step around it."""
+    if not isinstance(layer, nn.Conv2d) or layer.kernel_size != (1, 1):
+        return False
+    return layer.stride != (1, 1) and layer.in_channels // layer.groups < 16
+
+
 def training(network: str, model: nn.Module, x: Tensor, *, threads: int, rounds: int, seconds: float) -> Result:
     """A whole step, forward, backward and SGD, at batch `_networks.TRAINING_BATCH`."""
     before = load_average()
     x = torch.randn((_networks.TRAINING_BATCH, *x.shape[1:]), generator=torch.Generator().manual_seed(1))
     exact = [g.clone() for g in _networks.Training(copy.deepcopy(model).double(), x.double()).gradients()]
-    steps = {}
+    steps: dict[str, _networks.Training] = {}
+    missing: dict[str, str] = {}
     for name in TRAINING_SIDES:
         own, own_x = copy.deepcopy(model), x
+        if name == "eager channels_last" and any(map(_overruns, model.modules())):
+            missing[name] = "not run: oneDNN's weight gradient of strided 1x1 layers with few channels damages the heap"
+            continue
         if name.endswith("channels_last"):
             own, own_x = own.to(memory_format=torch.channels_last), x.contiguous(memory_format=torch.channels_last)
         if name.startswith("converted"):
@@ -217,7 +228,6 @@ def training(network: str, model: nn.Module, x: Tensor, *, threads: int, rounds:
         steps[name] = _networks.Training(own, own_x)
     error = {name: _networks.distance(step.gradients(), exact) for name, step in steps.items()}
     bound = max(_networks.GRADIENT_BOUND, _networks.OUTPUT_FACTOR * error["eager"])
-    missing: dict[str, str] = {}
     right = _networks._split_wrong({name: step.step for name, step in steps.items()}, error, bound, missing)
     found = _result(network, "training", threads, right, rounds, seconds)
     found.error, found.missing, found.load_average = error, missing, [before, load_average()]
