@@ -7,7 +7,7 @@ Computed from the model itself at every call, so that it is right for deep copie
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,7 +17,6 @@ from convselect.base.problem import IMAGE_FIELDS, ConvProblem, conv_problem, pai
 from convselect.base.volumes import image_of, volume_problem
 from convselect.eager import resolve
 from convselect.eager.standing import TIMED, OnTrial, distrusted, gains, others, told
-from convselect.freeze.chains import why_not_frozen
 from convselect.freeze.freeze import FrozenForward, frozen_forwards
 from convselect.freeze.parts import not_whole, parents
 from convselect.layer import check_module, chooses, why_not_converted
@@ -99,8 +98,7 @@ class Summary:
             that follow each other.
         fused: frozen layer -> operations folded into it or run in its epilogue: "batch norm", "scale", "merged",
             "bias", "residual", and an activation. Layers are convolutions, and linear layers of up to 16 MiB.
-        not_fused: name -> reason, for convolutions in a frozen model that run unchanged or without fusion, and for
-            modules that were not frozen as a whole.
+        not_fused: name -> reason, for modules that were not frozen as a whole.
         inputs: a row per frozen module and kind of input that it has met.
         on_trial: problems of converted layers that are being timed on real calls.
         measured: problems of converted layers that were settled by timing.
@@ -194,7 +192,7 @@ def summary(model: nn.Module) -> Summary:
         folded,
         merged,
         fused,
-        _not_fused(modules, frozen, {*fused, *merged}),
+        _not_fused(modules, frozen),
         tuple(row for name, forward in frozen.items() for row in _inputs(name, forward)),
         tuple(one for one in choices if one.trial is not None),
         tuple(one for one in choices if one.source in TIMED),
@@ -209,22 +207,13 @@ def _waits(name: str, frozen: dict[str, FrozenForward]) -> bool:
     return any(one is not None and one.why_original is None and not one.plans() for one in around)
 
 
-def _not_fused(
-    modules: dict[str, nn.Module], frozen: dict[str, FrozenForward], fused: Collection[str]
-) -> dict[str, str]:
+def _not_fused(modules: dict[str, nn.Module], frozen: dict[str, FrozenForward]) -> dict[str, str]:
     found: dict[str, str] = {}
-    scopes = set()  # the modules that `freeze` was called with, as far as the model shows them
     for name, forward in frozen.items():
         around = dict(zip(parents(name), forward.around, strict=False))
-        scopes.add([name, *around][-1])
         found.update((other, why) for other, why in around.items() if why)
         if forward.why_original is not None:
             found[name] = not_whole(forward.why_original)
-    for name, module in modules.items():
-        if name not in fused and name not in found and not scopes.isdisjoint([name, *parents(name)]):
-            why = why_not_frozen(module)
-            if why:
-                found[name] = why
     return {name: found[name] for name in modules if name in found}
 
 

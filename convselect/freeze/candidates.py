@@ -19,6 +19,7 @@ from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, cano
 from convselect.base.settings import Settings
 from convselect.base.timing import Timing, interleaved
 from convselect.choice.budgets import over_budget
+from convselect.kernels._common import format_of
 from convselect.kernels._contract import Algorithm, Grade
 
 Run = Callable[..., Tensor]
@@ -97,14 +98,14 @@ class Form(NamedTuple):
 
     @classmethod
     def dense(cls, shape: tuple[int, ...], layout: str, dtype: torch.dtype) -> Form:
-        """An image (N, C, H, W) in this layout."""
-        return cls(torch.Size(shape), canonical_strides(shape, layout), dtype, FORMATS[layout])
+        """An image (N, C, H, W) or a volume (N, C, D, H, W) in this layout."""
+        return cls(torch.Size(shape), canonical_strides(shape, layout), dtype, format_of(layout, len(shape)))
 
     @classmethod
     def like(cls, t: Tensor) -> Form:
-        dense = torch.channels_last if t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last) else None
-        is_nchw = t.is_contiguous() or dense is None
-        return cls(t.shape, t.stride(), t.dtype, torch.contiguous_format if is_nchw else torch.channels_last)
+        last = format_of(CHANNELS_LAST, t.dim()) if t.dim() in (4, 5) else torch.contiguous_format
+        is_last = not t.is_contiguous() and t.is_contiguous(memory_format=last)
+        return cls(t.shape, t.stride(), t.dtype, last if is_last else torch.contiguous_format)
 
     @property
     def n_bytes(self) -> int:

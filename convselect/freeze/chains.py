@@ -9,14 +9,14 @@ layer's result. What is left of pointwise operations becomes programs of as many
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
-from convselect.freeze import borders, rows
+from convselect.freeze import borders, norms, rows
 from convselect.freeze.algebra.constants import constant_nodes
 from convselect.freeze.capture import Captured, layer_name, owner
 from convselect.freeze.instructions import MOST_INPUTS, MOST_INSTRUCTIONS, instruction_of
@@ -30,6 +30,7 @@ _Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 # Operations of which often only the first result is read -> the same with no other.
 _FIRST_RESULT: dict[Any, Callable[..., _Call]] = {
     _aten.max_pool2d_with_indices.default: lambda *args, **kwargs: (_aten.max_pool2d.default, args, kwargs),
+    _aten.max_pool3d_with_indices.default: lambda *args, **kwargs: (_aten.max_pool3d.default, args, kwargs),
     _aten.native_layer_norm.default: lambda *args, **kwargs: (_aten.layer_norm.default, args, kwargs),
     _aten.native_group_norm.default: lambda x, weight, bias, N, C, pixels, groups, eps: (
         _aten.group_norm.default, (x, groups, weight, bias, eps), {},
@@ -53,13 +54,15 @@ class Layer:
     """A convolution or linear layer with all that runs in its epilogue.
 
     Attributes:
-        kind: "conv", "transposed" or "linear".
+        kind: "conv", "transposed" or "linear", and "volume" or "transposed volume" with three dimensions.
         name: of the module; several layers may have the same.
         weight, bias: expressions of constants.
         geometry: stride, padding, dilation, groups of a convolution, and the output padding of a transposed one; of two
-            dimensions, also if it has one. The padding is (top, bottom, left, right) if it is not the same on both
-            sides.
-        one_row: whether a convolution has one dimension: (N, C, L) is then an image of height 1, which is a view.
+            dimensions, also if it has one, or three. The padding is (top, bottom, left, right), with (front, back)
+            ahead of it, if it is not the same on both sides.
+        seen_as: a convolution of images on views: "row" if it has one dimension and (N, C, L) is an image of height 1;
+            of volumes (N, C, D, H, W) "columns" if its kernel is T x 1 x 1, and H * W are columns of an image of D
+            rows, and "slice" if there is one slice only.
         slope: of a "leaky_relu" below 0.
         permuted: how result and residual of the step permute a linear layer's dimensions; None if they do not.
         folded: names of the tensors that the weight and the bias are made of.
@@ -75,7 +78,7 @@ class Layer:
     residual: bool = False
     permuted: tuple[int, ...] | None = None
     folded: tuple[str, ...] = ()
-    one_row: bool = False
+    seen_as: str | None = None
 
     @property
     def norms(self) -> list[str]:
@@ -121,9 +124,9 @@ class Step:
         return getattr(self.target, "permuted", None)
 
     @property
-    def one_row(self) -> bool:
+    def seen_as(self) -> str | None:
         """See `Layer`."""
-        return getattr(self.target, "one_row", False)
+        return getattr(self.target, "seen_as", None)
 
 
 def steps_of(captured: Captured) -> list[Step]:
@@ -131,7 +134,10 @@ def steps_of(captured: Captured) -> list[Step]:
     graph = captured.graph
     _take_single_results(graph)
     _without_copies(graph)
+    norms.instance_norms(graph)
+    norms.with_activations(graph, activation_of)
     rows.raised(graph)
+    rows.pooled_twice(graph)
     constants = constant_nodes(graph)
     borders.into_layers([node for node in graph.nodes if _operands(node, constants) is not None])
     captured.results = list(next(iter(reversed(graph.nodes))).args[0])  # type: ignore[arg-type]
@@ -217,17 +223,41 @@ def _layer(node: Node, captured: Captured, constants: set[Node]) -> Layer | None
     folded = tuple(dict.fromkeys(str(source.target) for source in made_of))
     found = Layer("linear", node.meta.get("layer") or layer_name(weight), weight, bias, folded=folded)
     if node.target is _aten.convolution.default:
-        given: Any = node.args
-        found.kind, found.one_row = "transposed" if given[6] else "conv", meta_of(weight).dim() == 3
-        sides = [[0, 0]] * found.one_row + borders.sides_of(node)
-        if all(before == after for before, after in sides):
-            padding = tuple(before for before, _ in sides)
-        else:
-            padding = tuple(size for pair in sides for size in pair)
-        found.geometry = (_in_two(given[3], 1), padding, _in_two(given[5], 1), given[8])
-        if given[6]:
-            found.geometry += (_in_two(given[7], 0),)
+        _pose(node, found)
     return found
+
+
+def _pose(node: Node, layer: Layer) -> None:
+    """What kind of convolution the layer is, and its geometry."""
+    given: Any = node.args
+    transposed, sizes = given[6], meta_of(given[1]).shape[2:]
+    sides = borders.sides_of(node)
+    steps = [list(_per_axis(given[i], len(sizes))) for i in (3, 5, 7)]  # stride, dilation, output padding
+    layer.seen_as = _seen_as(sizes, sides, steps, meta_of(given[0]).shape[2:])
+    volume = len(sizes) == 3 and layer.seen_as is None
+    layer.kind = ("transposed volume" if transposed else "volume") if volume else "transposed" if transposed else "conv"
+    kept = {"columns": (0, 1), "slice": (1, 2)}.get(layer.seen_as or "", range(len(sizes)))
+    sides, steps = [sides[i] for i in kept], [[values[i] for i in kept] for values in steps]
+    if layer.seen_as == "row":
+        sides, steps = [[0, 0], *sides], [[usual, *values] for usual, values in zip((1, 1, 0), steps, strict=True)]
+    even = all(before == after for before, after in sides)
+    padding = tuple(before for before, _ in sides) if even else tuple(size for pair in sides for size in pair)
+    stride, dilation, more = map(tuple, steps)
+    layer.geometry = (stride, padding, dilation, given[8], *([more] if transposed else []))
+
+
+def _seen_as(kernel: Sequence[int], sides: borders.Sides, steps: list[list[int]], sizes: Sequence[int]) -> str | None:
+    """See `Layer`; `sizes`: of the input."""
+    if len(kernel) == 1:
+        return "row"
+    if len(kernel) == 3:
+        per_axis = list(zip(kernel, map(tuple, sides), *steps, strict=True))
+        plain = [axis == (1, (0, 0), 1, 1, 0) for axis in per_axis]
+        if plain[0] and sizes[0] == 1:
+            return "slice"
+        if all(plain[1:]):
+            return "columns"
+    return None
 
 
 def _operands(node: Node, constants: set[Node]) -> tuple[Node, Node, Node | None] | None:
@@ -236,7 +266,7 @@ def _operands(node: Node, constants: set[Node]) -> tuple[Node, Node, Node | None
     if node.target is _aten.convolution.default:
         x, weight, bias, *_ = given
         dims = meta_of(weight).dim()
-        if dims not in (3, 4) or meta_of(x).dim() != dims:
+        if dims not in (3, 4, 5) or meta_of(x).dim() != dims:
             return None
     elif node.target is _aten.linear.default:
         x, weight, bias = (*given, None)[:3]
@@ -253,9 +283,8 @@ def _operands(node: Node, constants: set[Node]) -> tuple[Node, Node, Node | None
     return x, weight, bias
 
 
-def _in_two(values: Any, of_height: int) -> tuple[int, ...]:
-    """Numbers of one or two dimensions, as of two."""
-    return (of_height, *values) if len(values) == 1 else tuple(values)
+def _per_axis(values: Any, axes: int) -> tuple[int, ...]:
+    return tuple(values) * (axes if len(values) == 1 else 1)
 
 
 def _with_tail(node: Node, layer: Layer, claimed: set[Node]) -> tuple[list[Node], Node, Node | None]:
@@ -352,12 +381,3 @@ def _outside(inner: list[Node]) -> list[Node]:
     """The values that these operations read and do not make, in order."""
     own = set(inner)
     return list(dict.fromkeys(arg for node in inner for arg in node.all_input_nodes if arg not in own))
-
-
-def why_not_frozen(module: nn.Module) -> str | None:
-    """None if this module is a convolution whose weight may be folded, "" if it is no convolution, else a reason."""
-    if not isinstance(module, nn.modules.conv._ConvNd):
-        return ""
-    if module.weight.dim() not in (3, 4):
-        return f"a convolution of {module.weight.dim() - 2} dimensions"
-    return None

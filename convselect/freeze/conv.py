@@ -16,7 +16,7 @@ from convselect.freeze import split, windows
 from convselect.freeze.candidates import FORMATS, Candidate, Form, onednn_takes
 from convselect.freeze.chains import Layer
 from convselect.freeze.kernel import KERNELS, STEM
-from convselect.freeze.layer import FrozenLayer
+from convselect.freeze.layer import FrozenLayer, seen_as_image
 from convselect.kernels._contract import Grade
 from convselect.kernels._native_ops import plainly_contiguous, wrong_in_channels_last
 
@@ -33,7 +33,7 @@ class FrozenConv(FrozenLayer):
 
     def _folded(self) -> tuple[Tensor, Tensor | None]:
         weight, bias = super()._folded()
-        return weight.unsqueeze(2) if self.layer.one_row else weight, bias
+        return seen_as_image(weight, self.layer.seen_as), bias
 
     def problem(self, x: Tensor) -> ConvProblem | None:
         problem = problem_of(x, self.form, (self.stride, self.padding, self.dilation, self.groups))

@@ -11,6 +11,7 @@ that somebody may still read.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -78,11 +79,12 @@ class Joining:
         place, form = self.places[node], self._walk.forms[node]
         whole, width = self._walk.forms[place.root], self._pitches[place.root]
         flat = root[: self.n_bytes(place.root)].view(form.dtype)
-        _, C, H, W = form.shape
+        C = form.shape[1]
         if self._layout(place.root) == CONTIGUOUS:
-            return flat[place.first * H * W :].as_strided(form.shape, form.strides)
+            return flat[place.first * math.prod(form.shape[2:]) :].as_strided(form.shape, form.strides)
         if (place.first, C, width) == (0, whole.shape[1], whole.shape[1]):
             return flat.as_strided(form.shape, form.strides)
+        H, W = form.shape[2:]
         return flat[place.first :].as_strided(form.shape, (H * W * width, 1, W * width, width))
 
     def n_bytes(self, root: fx.Node) -> int:
@@ -170,15 +172,17 @@ class Joining:
     def _is_join(self, step: Step) -> bool:
         if step.kind != "call" or step.target is not _aten.cat.default or step not in self._walk.makers:
             return False
-        images = all(meta_of(part).dim() == 4 and meta_of(part).numel() > 0 for part in step.args[0])
+        dims = meta_of(step.out).dim()
+        images = all(meta_of(part).dim() == dims and meta_of(part).numel() > 0 for part in step.args[0])
         return images and self._layout(step.out) is not None and _dim(step, 1, 0) == 1
 
     def _layout(self, node: fx.Node) -> str | None:
-        """The layout of a dense image in float32; None if it is none, or several images in NCHW."""
+        """The layout of a dense image in float32; None if it is none, or several images in NCHW. Of volumes NCDHW only:
+        nobody writes some channels of a larger one in NDHWC."""
         form = self._walk.forms.get(node)
-        if form is None or len(form.shape) != 4 or form.dtype != torch.float32:
+        if form is None or len(form.shape) not in (4, 5) or form.dtype != torch.float32:
             return None
-        if form.strides == canonical_strides(form.shape, CHANNELS_LAST):
+        if len(form.shape) == 4 and form.strides == canonical_strides(form.shape, CHANNELS_LAST):
             return CHANNELS_LAST
         is_dense = form.strides == canonical_strides(form.shape, CONTIGUOUS)
         return CONTIGUOUS if is_dense and form.shape[0] == 1 else None
@@ -206,5 +210,4 @@ def step_inputs(step: Step) -> list[fx.Node]:
 def _dim(step: Step, position: int, default: int) -> int:
     """The dimension that a call is about, counted from the front."""
     given: Any = step.args[position] if len(step.args) > position else step.kwargs.get("dim", default)
-    n_dims = 4 if isinstance(given, int) else 0
-    return given % n_dims if n_dims else -1
+    return given % meta_of(step.out).dim() if isinstance(given, int) else -1

@@ -145,7 +145,7 @@ class KernelCall(NamedTuple):
     """
 
     function: Any
-    conv: _library.Conv
+    conv: _library.Conv | _library.Volume | _library.Repetition
     leading: tuple[Any, ...]
     weight: tuple[Any, ...]
     owners: Any
@@ -175,8 +175,9 @@ class KernelCall(NamedTuple):
         residual = residual if residual is None or self.y_form.fits(residual) else None
         call = self
         if x_pitch is not None or y_pitch is not None:
-            call = self._replace(conv=_library.Conv.from_buffer_copy(self.conv))
-            call.conv.x_pitch, call.conv.y_pitch = x_pitch or 0, y_pitch or 0
+            apart = _library.Conv.from_buffer_copy(self.conv)
+            apart.x_pitch, apart.y_pitch = x_pitch or 0, y_pitch or 0
+            call = self._replace(conv=apart)
         if x is not None and out is not None and (residual is not None or not has_residual):
             return call._on_fixed_memory(x, residual, out, reference, activate)
         return call._on_any_memory(x, out, epilogue, reference, activate)

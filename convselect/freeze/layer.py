@@ -7,7 +7,7 @@ import functools
 import math
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -233,27 +233,19 @@ class FrozenLayer(ABC):
     ) -> list[Candidate]:
         """The kernels that take this problem within the budgets; `x` and `y` are its operands' forms."""
         found: list[Candidate] = []
-        if not _library.available():
-            return found
-        for kernel in kernels:
-            algorithm = BY_NAME[kernel.algorithm]
-            if not admitted(algorithm, problem, settings) or (kernel.takes is not None and not kernel.takes(problem)):
-                continue
-            if not kernel.direct_sums and settings.precision == "exact":
-                continue
-            grade = algorithm.error_grade(problem) if kernel.direct_sums else Grade.CLOSE
-            kernel = packed_form(kernel, problem)
+        for kernel, grade, spreads in admitted_kernels(kernels, problem, settings):
             key = None if kernel.pack is None else kernel.pack_key(problem)
             bind = self._kernel_bind(kernel, problem, x, y)
             name = kernel.label or kernel.algorithm
-            found.append(Candidate(name, grade, bind, key, True, kernel.takes_pitch, algorithm.spreads_nonfinite))
+            found.append(Candidate(name, grade, bind, key, True, kernel.takes_pitch, spreads))
         return found
 
     def _kernel_bind(self, kernel: Kernel, problem: ConvProblem, x_form: Form, y_form: Form) -> Any:
         """`Candidate.bind` of this kernel."""
         function = _library._function(kernel.name, len(kernel.leading_ints))
-        structure = _library._conv(problem, problem.layout, CONTIGUOUS, problem.threads, _library.isa())
+        structure = _library._struct(problem, problem.layout, CONTIGUOUS, problem.threads, _library.isa())
         if x_form.memory_format != y_form.memory_format:
+            assert isinstance(structure, _library.Conv)
             structure.x_layout = _library.LAYOUTS[CONTIGUOUS]
 
         def bind(x: Tensor | None, residual: Tensor | None, out: Tensor | None) -> Run:
@@ -321,6 +313,30 @@ class FrozenLayer(ABC):
             chosen = "native"
         self.pin_chosen(candidates[chosen].pack)
         return candidates[chosen], runs[chosen](x, residual)
+
+
+def admitted_kernels(
+    kernels: tuple[Kernel, ...], problem: ConvProblem, settings: Settings
+) -> Iterator[tuple[Kernel, Grade, bool]]:
+    """The kernels that take this problem within the budgets, on packed weights where they can; the error of each, and
+    whether it spreads values that are not finite."""
+    for kernel in kernels if _library.available() else ():
+        algorithm = BY_NAME[kernel.algorithm]
+        if not admitted(algorithm, problem, settings) or (kernel.takes is not None and not kernel.takes(problem)):
+            continue
+        if not kernel.direct_sums and settings.precision == "exact":
+            continue
+        grade = algorithm.error_grade(problem) if kernel.direct_sums else Grade.CLOSE
+        yield packed_form(kernel, problem), grade, algorithm.spreads_nonfinite
+
+
+def seen_as_image(weight: Tensor, seen_as: str | None) -> Tensor:
+    """The weight of the convolution of images, from the layer's own."""
+    if seen_as == "row":
+        return weight.unsqueeze(2)
+    if seen_as == "slice":
+        return weight.squeeze(2)
+    return weight.flatten(3) if seen_as == "columns" else weight
 
 
 def _first_values(weight: Tensor) -> bytes:

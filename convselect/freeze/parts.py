@@ -54,7 +54,7 @@ def _has_weight(module: nn.Module) -> bool:
     if isinstance(module, nn.Linear):
         return True
     weights = (t for t in module._parameters.values() if t is not None and not nn.parameter.is_lazy(t))
-    return any(t.dim() in (3, 4) for t in weights)
+    return any(t.dim() in (3, 4, 5) for t in weights)
 
 
 def _why_not_frozen(module: nn.Module) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from convselect.freeze import attention, pointwise, reduce
+from convselect.freeze import attention, norms, pointwise, reduce
 from convselect.freeze.bound import Bound
 from convselect.freeze.candidates import Form, OtherForm, distance
 from convselect.freeze.chains import Step
@@ -130,6 +130,16 @@ def _group_norm(x: Any, groups: int, weight: Any = None, bias: Any = None, eps: 
     return make
 
 
+def _group_norm_then(activation: str, slope: float, *given: Any) -> Maker | None:
+    groups, weight, bias, eps = (*given[1:], None, None, 1e-5)[:4] if len(given) < 5 else given[1:5]
+
+    def make(inputs: Sequence[Tensor], out: Tensor) -> Bound | None:
+        own_weight, own_bias = _affine(inputs, weight, bias)
+        return reduce.group_norm(inputs[0], groups, own_weight, own_bias, eps, out, activation, slope)
+
+    return make
+
+
 def _attention(
     q: Any, k: Any, v: Any, mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False, *, scale: Any = None,
     enable_gqa: bool = False,
@@ -178,8 +188,11 @@ _CALLS: dict[Any, Callable[..., Maker | None]] = {
     _aten.layer_norm.default: _layer_norm,
     _aten.group_norm.default: _group_norm,
     _aten.scaled_dot_product_attention.default: _attention,
+    norms.GROUP_NORM_THEN: _group_norm_then,
     _aten.max_pool2d.default: _max_pool,
     _aten.avg_pool2d.default: _avg_pool,
+    _aten.max_pool3d.default: _max_pool,
+    _aten.avg_pool3d.default: _avg_pool,
     _aten.cat.default: _concatenate,
     _aten._softmax.default: _softmax,
     _aten.clone.default: _copy,

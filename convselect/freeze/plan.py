@@ -299,7 +299,8 @@ def _with_blocks(program: Program, walk: Walk, search: Search) -> tuple[Program,
 
 
 def _is_ours(x: Tensor, kind: str) -> bool:
-    return (x.dim() > 1 if kind == "linear" else x.dim() == 4) and x.numel() > 0 and x.is_cpu
+    dims = 5 if kind.endswith("volume") else 4
+    return (x.dim() > 1 if kind == "linear" else x.dim() == dims) and x.numel() > 0 and x.is_cpu
 
 
 def _same_kind(got: Any, want: Any) -> bool:

@@ -30,14 +30,19 @@ from convselect.freeze.reduce import concatenate
 from convselect.freeze.residual import Fused, blocks
 from convselect.freeze.runner import joined
 from convselect.freeze.transposed import FrozenTransposed
-from convselect.freeze.views import NO_VIEWS, views_of
+from convselect.freeze.views import NO_VIEWS, shown, views_of
+from convselect.freeze.volume import FrozenVolume
+from convselect.freeze.volume_transposed import FrozenTransposedVolume
 
 _aten = torch.ops.aten
 # Captured for contiguous tensors; between frozen layers they may lie otherwise.
 _SAME_ON_ANY_STRIDES = {_aten.view.default: _aten.reshape.default, _aten._unsafe_view.default: _aten.reshape.default}
 
 
-_LAYERS: dict[str, type[FrozenLayer]] = {"conv": FrozenConv, "linear": FrozenLinear, "transposed": FrozenTransposed}
+_LAYERS: dict[str, type[FrozenLayer]] = {
+    "conv": FrozenConv, "linear": FrozenLinear, "transposed": FrozenTransposed, "volume": FrozenVolume,
+    "transposed volume": FrozenTransposedVolume,
+}  # fmt: skip
 
 
 class Registry:
@@ -48,7 +53,8 @@ class Registry:
 
     def layer(self, layer: Layer, key_of: Callable[[fx.Node], str]) -> FrozenLayer:
         bias = None if layer.bias is None else key_of(layer.bias)
-        key = (layer.kind, key_of(layer.weight), bias, layer.geometry, layer.activation, layer.slope, layer.residual)
+        how = (layer.kind, layer.seen_as, layer.geometry, layer.activation, layer.slope, layer.residual)
+        key = (key_of(layer.weight), bias, how)
         return self._entry(key, lambda: _LAYERS[layer.kind](layer))  # type: ignore[return-value]
 
     def constant(self, node: fx.Node, key_of: Callable[[fx.Node], str]) -> FrozenConstant:
@@ -340,8 +346,9 @@ class _Binding:
         out = None
         if self._has_memory(step):
             out = self._memory(step.out)
-        given_x = None if fixed_x is None else views.of_x(fixed_x)
-        operands = [given_x, views.of_residual(fixed_residual), views.of_residual(out)]
+        given_x = None if fixed_x is None else shown(fixed_x, views.of_x(fixed_x))
+        given_residual = shown(fixed_residual, views.of_residual(fixed_residual))
+        operands = [given_x, given_residual, views.of_residual(out)]
         if candidate.scratch_bytes:
             operands.append(self._block[self._starts[step] :][: candidate.scratch_bytes])
         run: Run = candidate.bind(*operands)

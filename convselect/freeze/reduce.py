@@ -44,6 +44,7 @@ class _GroupedNorm(Call):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("N", "C", "pixels", "groups")),
         ("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("epsilon", ctypes.c_float), ("layout", ctypes.c_int32),
+        ("activation", ctypes.c_int32), ("parameter", ctypes.c_float),
     )  # fmt: skip
 
 
@@ -140,19 +141,35 @@ def layer_norm(
 
 
 def group_norm(
-    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, out: Tensor
+    x: Tensor,
+    groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    out: Tensor,
+    activation: str | None = None,
+    slope: float = 0.01,
 ) -> Bound | None:
-    """out = torch.nn.functional.group_norm(x, groups, weight, bias, eps). x (N, C, H, W) and out are dense in the same
-    layout, NCHW or NHWC, and may be the same memory; weight and bias are (C,) or None."""
+    """out = activation(torch.nn.functional.group_norm(x, groups, weight, bias, eps)). x (N, C, H, W) or (N, C, D, H, W)
+    and out are dense in the same layout, channels first or last, and may be the same memory; weight and bias are (C,)
+    or None; activation is a key of `_library.ACTIVATIONS`, slope that of "leaky_relu" below 0."""
     affine = [t for t in (weight, bias) if t is not None]
-    if x.dim() != 4 or not _ready(x, out) or not _alike(x, out) or groups < 1 or x.shape[1] % groups:
+    if x.dim() not in (4, 5) or not _ready(x, out) or not _alike(x, out) or groups < 1 or x.shape[1] % groups:
         return None
+    if x.dim() == 5:
+        images = _columns(x), _columns(out)
+        if images[0] is None or images[1] is None:
+            return None
+        x, out = images  # type: ignore[assignment]
     layouts, (N, C, H, W) = _layouts(x), x.shape
     if not layouts or not all(is_plain(t) and t.is_contiguous() and t.shape == (C,) for t in affine):
         return None
     layout = _library.LAYOUTS[CONTIGUOUS if CONTIGUOUS in layouts else CHANNELS_LAST]
     at = (None if t is None else t.data_ptr() for t in (weight, bias))
-    call = _GroupedNorm(_library.isa(), torch.get_num_threads(), N, C, H * W, groups, *at, eps, layout)
+    code = _library.ACTIVATIONS[activation]
+    call = _GroupedNorm(
+        _library.isa(), torch.get_num_threads(), N, C, H * W, groups, *at, eps, layout, code, slope
+    )  # fmt: skip
     return bound("cs_group_norm", call, x, out, weight, bias)
 
 
@@ -174,7 +191,13 @@ def max_pool(
     ceil_mode: bool = False,
 ) -> Bound | None:
     """out = max_pool2d(x, ...), without indices. x (N, C, H, W) and out are dense in the same layout, NCHW or NHWC;
-    in NHWC each may be some channels of a larger image."""
+    in NHWC each may be some channels of a larger image. Volumes (N, C, D, H, W), as max_pool3d: with windows along the
+    depth, or along rows and columns, only."""
+    if x.dim() == out.dim() == 5:
+        images = _pooled_images(x, out, kernel, stride, padding, dilation)
+        if images[0] is None or images[1] is None:
+            return None
+        x, out, (kernel, stride, padding, dilation) = images  # type: ignore[assignment]
     call = _pooling(x, out, kernel, stride, padding, dilation, ceil_mode)
     return None if call is None else bound("cs_pool", call, x, out)
 
@@ -189,7 +212,12 @@ def avg_pool(
     count_include_pad: bool = True,
     divisor_override: int | None = None,
 ) -> Bound | None:
-    """out = avg_pool2d(x, ...). x and out as in `max_pool`."""
+    """out = avg_pool2d(x, ...) or avg_pool3d(x, ...). x and out as in `max_pool`."""
+    if x.dim() == out.dim() == 5:
+        images = _pooled_images(x, out, kernel, stride, padding)
+        if images[0] is None or images[1] is None:
+            return None
+        x, out, (kernel, stride, padding) = images  # type: ignore[assignment]
     call = _pooling(x, out, kernel, stride, padding, 1, ceil_mode)
     if call is None or divisor_override == 0:
         return None
@@ -237,6 +265,48 @@ def concatenate(inputs: Sequence[Tensor], out: Tensor, dim: int, there: Collecti
         ctypes.addressof(all_sizes), ctypes.addressof(all_pitches), ctypes.addressof(places),
     )  # fmt: skip
     return bound("cs_join", call, pointers, out, all_sizes, all_pitches, places, inputs)
+
+
+# ---- volumes --------------------------------------------------------------------------------------------------------
+
+
+def _columns(t: Tensor) -> Tensor | None:
+    """(N, C, D, H, W) as an image of D rows and H * W columns, on the same memory; None if it is not dense so."""
+    try:
+        return t.view(*t.shape[:3], t.shape[3] * t.shape[4])
+    except RuntimeError:
+        return None
+
+
+def _slices(t: Tensor) -> Tensor | None:
+    """(N, C, D, H, W) as images of H rows and W columns, with D among the channels or the batch."""
+    N, C, D, H, W = t.shape
+    if t.is_contiguous():
+        return t.view(N, C * D, H, W)
+    if t.is_contiguous(memory_format=torch.channels_last_3d):
+        return t.transpose(1, 2).view(N * D, C, H, W)
+    return None
+
+
+def _pooled_images(
+    x: Tensor, out: Tensor, *options: Pair | None
+) -> tuple[Tensor | None, Tensor | None, list[Pair | None]]:
+    """Operands and options of a pooling of volumes as of images; the options are those of all axes. None unless its
+    window has one tap along the depth, or along it only."""
+
+    def of(value: Pair, axis: int) -> int:
+        return value if isinstance(value, int) else tuple(value)[axis if len(value) > 1 else 0]
+
+    kernel, stride, padding, *rest = options
+    assert kernel is not None
+    usual = [kernel, kernel if stride is None or stride == [] else stride, padding, *rest]
+    trivial = [all(of(v or 0, axis) == n for v, n in zip(usual, (1, 1, 0, 1), strict=False)) for axis in range(3)]
+    if trivial[0]:
+        return _slices(x), _slices(out), [None if v is None else (of(v, 1), of(v, 2)) for v in usual]
+    if all(trivial[1:]):
+        plain = (1, 1, 0, 1)
+        return _columns(x), _columns(out), [(of(v or 0, 0), n) for v, n in zip(usual, plain, strict=False)]
+    return None, None, []
 
 
 # ---- shapes and strides ---------------------------------------------------------------------------------------------

@@ -6,12 +6,13 @@ Between frozen layers (N, C, L) may lie as (N, L, C). PyTorch keeps such an orde
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import fx
 
+from convselect.freeze import norms
 from convselect.freeze.algebra.bench import arguments, tensor
 
 Node = fx.Node
@@ -84,6 +85,12 @@ def _group_norm(raise_: Callable[[Node], Node], x: Node, *rest: Any, **options: 
     return _aten.group_norm.default, (raise_(x), *rest), options
 
 
+def _group_norm_then(
+    raise_: Callable[[Node], Node], activation: str, slope: float, x: Node, *rest: Any, **options: Any
+) -> _RaisedArguments:
+    return norms.GROUP_NORM_THEN, (activation, slope, raise_(x), *rest), options
+
+
 def _concatenation(raise_: Callable[[Node], Node], parts: Any, dim: int = 0) -> _RaisedArguments | None:
     if any(tensor(part).dim() != 3 for part in parts):
         return None  # an empty tensor of one dimension is left out of the result
@@ -96,8 +103,43 @@ def _nearest(raise_: Callable[[Node], Node], x: Node, size: Any, factors: Any = 
     return _aten.upsample_nearest2d.vec, (raise_(x), sizes, None if factors is None else [1.0, *factors]), {}
 
 
+def pooled_twice(graph: fx.Graph) -> None:
+    """Pooling of volumes in float32 by windows along the rows and columns, and then along the depth, in place: both are
+    poolings of images on views (see `reduce`)."""
+    for node in list(graph.nodes):
+        if node.target not in (_aten.max_pool3d.default, _aten.avg_pool3d.default):
+            continue
+        given, average = arguments(node), node.target is _aten.avg_pool3d.default
+        x = given[0]
+        named = dict(zip(("kernel", "stride", "padding", *(() if average else ("dilation",))), given[1:], strict=False))
+        rest = given[len(named) + 1 :]
+        if tensor(x).dim() != 5 or tensor(x).dtype != torch.float32 or node.kwargs:
+            continue
+        if average and (any(rest[:1]) or len(rest) > 2):  # ceil mode, another divisor: windows have no product of sizes
+            continue
+        axes = {name: [*values] * (3 if len(values) == 1 else 1) for name, values in named.items()}
+        axes["stride"] = axes.get("stride") or axes["kernel"]
+        plain = {"kernel": 1, "stride": 1, "padding": 0, "dilation": 1}
+        inner = [[plain[name], *values[1:]] for name, values in axes.items()]
+        outer = [[values[0], plain[name], plain[name]] for name, values in axes.items()]
+        if _changes_nothing(inner, plain.values()) or _changes_nothing(outer, plain.values()):
+            continue  # the other one is all of it
+        with graph.inserting_before(node):
+            first = graph.call_function(node.target, (x, *inner, *rest))
+            first.meta["val"] = node.target(torch.empty(tensor(x).shape, device="meta"), *inner, *rest)
+            second = graph.call_function(node.target, (first, *outer, *rest))
+        second.meta = dict(node.meta)
+        node.replace_all_uses_with(second)
+        graph.erase_node(node)
+
+
+def _changes_nothing(options: list[list[int]], plain: Iterable[int]) -> bool:
+    return all(values == [n] * 3 for values, n in zip(options, plain, strict=False))
+
+
 _RAISED: dict[Any, Callable[..., _RaisedArguments | None]] = {
     _aten.group_norm.default: _group_norm,
+    norms.GROUP_NORM_THEN: _group_norm_then,
     _aten.cat.default: _concatenation,
     _aten.upsample_nearest1d.vec: _nearest,
 }

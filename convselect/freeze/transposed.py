@@ -28,8 +28,9 @@ from convselect.freeze.bound import Bound
 from convselect.freeze.candidates import FORMATS, PHASES, Candidate, Form, Run
 from convselect.freeze.chains import Layer
 from convselect.freeze.kernel import KERNELS, Epilogue, FixedCall, FixedCalls, Kernel, KernelCall
-from convselect.freeze.layer import FrozenLayer
+from convselect.freeze.layer import FrozenLayer, seen_as_image
 from convselect.kernels import _library
+from convselect.kernels._common import add_bias, format_of
 from convselect.kernels._contract import Grade
 
 # Kernels of grad-inputs read the weight as it is.
@@ -57,7 +58,7 @@ class FrozenTransposed(FrozenLayer):
 
     def _folded(self) -> tuple[Tensor, Tensor | None]:
         weight, bias = super()._folded()
-        return weight.unsqueeze(2) if self.layer.one_row else weight, bias
+        return seen_as_image(weight, self.layer.seen_as), bias
 
     def problem(self, x: Tensor) -> ConvProblem | None:
         whole = transposed_problem(x, self.form, (self.stride, (0, 0), self.more, self.groups, self.dilation))
@@ -109,7 +110,7 @@ class FrozenTransposed(FrozenLayer):
         return found
 
     def _native(self, layout: str) -> Candidate:
-        memory_format = FORMATS[layout]
+        memory_format = format_of(layout, self.form.dim())
 
         def run(x: Tensor, residual: Tensor | None = None) -> Tensor:
             y = self.native(x.contiguous(memory_format=memory_format), residual)
@@ -127,7 +128,7 @@ class FrozenTransposed(FrozenLayer):
 
     def _gradient_bind(self, kernel: Kernel, problem: ConvProblem, x_form: Form, y_form: Form) -> Any:
         function = _library._function(kernel.name, len(kernel.leading_ints))
-        structure = _library._conv(problem, problem.layout, CONTIGUOUS, problem.threads, _library.isa())
+        structure = _library._struct(problem, problem.layout, CONTIGUOUS, problem.threads, _library.isa())
         plain = Epilogue(None, False, None, self.slope)
 
         def bind(x: Tensor | None, residual: Tensor | None, out: Tensor | None) -> Run:
@@ -149,7 +150,7 @@ class FrozenTransposed(FrozenLayer):
         return self._linear(x, self.weight, None)
 
     def _with_bias(self, y: Tensor) -> Tensor:
-        return y if self.bias is None else y.add_(self.bias.view(-1, 1, 1))
+        return y if self.bias is None else add_bias(y, self.bias)
 
     def _rest(self, out: Tensor, residual: Tensor | None) -> FixedCall | None:
         """Bias, residual and activation in place, as one call; None if the C library does not do that here."""
@@ -158,7 +159,8 @@ class FrozenTransposed(FrozenLayer):
         steps: list[pointwise.Instruction] = []
         inputs: list[Tensor] = [out]
         value: pointwise.Operand = pointwise.Input(0)
-        for more in (None if self.bias_float32 is None else self.bias_float32.view(-1, 1, 1), residual):
+        ones = (1,) * (out.dim() - 2)
+        for more in (None if self.bias_float32 is None else self.bias_float32.view(-1, *ones), residual):
             if more is not None:
                 inputs.append(more)
                 steps.append(("add", (value, pointwise.Input(len(inputs) - 1))))

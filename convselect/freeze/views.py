@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from convselect.freeze.chains import Step
+from convselect.freeze.chains import Step, meta_of
 
 
 class Views(NamedTuple):
@@ -24,8 +24,8 @@ class Views(NamedTuple):
 
 def views_of(step: Step) -> Views:
     """The views between a layer and its step."""
-    if step.one_row:
-        return _ONE_ROW
+    if step.seen_as is not None:
+        return _ROW if step.seen_as == "row" else _SLICE if step.seen_as == "slice" else _columns(step)
     dims = step.permuted
     if dims is None:
         return NO_VIEWS
@@ -33,9 +33,21 @@ def views_of(step: Step) -> Views:
     return Views(_same, lambda t: t.permute(dims), lambda t: None if t is None else t.permute(inverse))
 
 
+def shown(t: Any, of: Any) -> Any:
+    """A view `of` t; None if it is a copy, which would not follow what is written to t. None stays None."""
+    return None if t is None or of is None or of.data_ptr() != t.data_ptr() else of
+
+
 def _same(t: Any) -> Any:
     return t
 
 
+def _columns(step: Step) -> Views:
+    """The layer's H * W columns are those of the volume's slices."""
+    rows = meta_of(step.out).shape[3:]
+    return Views(lambda t: t.flatten(3), lambda t: t.unflatten(3, rows), lambda t: None if t is None else t.flatten(3))
+
+
 NO_VIEWS = Views(_same, _same, _same)
-_ONE_ROW = Views(lambda t: t.unsqueeze(2), lambda t: t.squeeze(2), lambda t: None if t is None else t.unsqueeze(2))
+_ROW = Views(lambda t: t.unsqueeze(2), lambda t: t.squeeze(2), lambda t: None if t is None else t.unsqueeze(2))
+_SLICE = Views(_ROW.of_result, _ROW.of_x, lambda t: None if t is None else t.squeeze(2))

@@ -22,7 +22,7 @@ from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Dire
 from convselect.base.warnings import warn_once
 from convselect.kernels import _huge_pages
 
-ABI = 9
+ABI = 10
 TUNE_SLOTS = 8
 OK, NO_MEMORY, UNSUPPORTED, NONFINITE = range(4)
 ISAS = {"base": 0, "avx2": 1, "avx512": 2}
@@ -60,6 +60,16 @@ class Volume(ctypes.Structure):
         ("conv", Conv),
         *((name, ctypes.c_int64) for name in ("D", "T", "O", "stride_d", "pad_front", "dil_d")),
     )
+
+
+class Repetition(ctypes.Structure):
+    """`cs_repetition` of csrc/convselect.h."""
+
+    _fields_ = (
+        ("function", ctypes.c_void_p), ("conv", ctypes.c_void_p),
+        *((name, ctypes.c_int64 * 3) for name in ("counts", "x_steps", "y_steps")),
+        ("threads", ctypes.c_int32), ("reserved", ctypes.c_int32),
+    )  # fmt: skip
 
 
 class Epilogue(ctypes.Structure):

@@ -10,7 +10,19 @@ from convselect.freeze import layer as freeze_layer
 from convselect.freeze import plan, residual
 from convselect.store import process
 
-KERNELS = ("winograd4", "winograd6", "winograd2", "depthwise", "grouped", "strassen", "product", "direct")
+VOLUMES = ("winograd4_slices", "depthwise_slices", "product_slices", "product_phases")
+KERNELS = (
+    *VOLUMES,
+    "winograd4",
+    "winograd6",
+    "winograd2",
+    "depthwise",
+    "grouped",
+    "strassen",
+    "product",
+    "direct",
+    "direct_slices",
+)
 PREFERENCES = {
     "nchw kernels": (CONTIGUOUS, (*KERNELS, "onednn_packed")),
     "nhwc kernels": (CHANNELS_LAST, (*KERNELS, "onednn_packed")),

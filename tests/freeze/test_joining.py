@@ -339,3 +339,23 @@ def test_random_networks_have_parts_in_place(monkeypatch):
         check(Graph(drawn(seed + 100), 1, 3, 9, 8), 1, 3, 9, 8, calls=1)
         found += _Noted.last.parts()
     assert sum(there for there, _ in found) >= sum(parts for _, parts in found) // 3 > 2
+
+
+class Skip(nn.Module):
+    """A U-Net of volumes of one level."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.down = nn.Conv3d(8, 16, 3, padding=1), nn.Conv3d(16, 32, 3, 2, 1)
+        self.up, self.last = nn.ConvTranspose3d(32, 16, 2, 2), nn.Conv3d(32, 8, (3, 1, 1))
+
+    def forward(self, x):
+        skip = F.relu(self.first(x))
+        return self.last(torch.cat([self.up(F.relu(self.down(skip))), F.group_norm(skip, 4)], 1)).relu_()
+
+
+def test_skips_of_volumes(forced_kernels):
+    """In place in NCDHW; copied in NDHWC, where kernels of volumes know of no gaps, and of several volumes."""
+    for batch in (1, 2):
+        check(randomised(Skip()), batch, 8, 4, 6, 8)
+        assert _Noted.last.parts() == ([(2, 2)] if forced_kernels == CONTIGUOUS and batch == 1 else [])

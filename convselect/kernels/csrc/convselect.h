@@ -14,7 +14,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define CS_ABI 9 /* raised with every change of a struct or a signature; the loader compares */
+#define CS_ABI 10 /* raised with every change of a struct or a signature; the loader compares */
 
 /* NONFINITE: done, but the result holds an infinity or a NaN that a transform may have spread to its neighbours. */
 enum { CS_OK = 0, CS_NO_MEMORY = 1, CS_UNSUPPORTED = 2, CS_NONFINITE = 3 };
@@ -135,7 +135,8 @@ typedef struct {
     int64_t N, C, pixels, groups;
     const float *weight, *bias; /* C values each; NULL: none */
     float epsilon;
-    int32_t layout;
+    int32_t layout, activation;
+    float parameter; /* as in cs_epilogue */
 } cs_grouped_norm;
 
 /* A maximum (average 0) or mean over windows of R x S; x and y in the same layout. */
@@ -215,6 +216,18 @@ typedef struct {
 /* Calls the steps from `first` on, in order. *next: the step that returned this code other than CS_OK; or where to go on,
  * if that is less than `count`: the caller should look at signals first. */
 CS_EXPORT int32_t cs_run(const cs_step *steps, int64_t first, int64_t count, int64_t *next);
+/* A kernel that is called again and again, x and y (and with it the residual) some bytes further on each time: the rows
+ * of a volume, say, which no pitch reaches. `conv` is of one call, on one thread. */
+typedef struct {
+    void *function; /* of this library: (conv, x, weight, y, epilogue) */
+    const cs_conv *conv;
+    int64_t counts[3], x_steps[3], y_steps[3]; /* the outermost loop first */
+    int32_t threads, reserved;                 /* of the calls together */
+} cs_repetition;
+
+/* The code of the first call that failed, if one did; the others are made in any case. */
+CS_EXPORT int32_t cs_repeat(const cs_repetition *calls, const void *x, const void *weight, void *y,
+                            const cs_epilogue *epilogue);
 /* y (N, C) = the mean over the pixels of x (N, pixels, C). */
 CS_EXPORT void cs_mean(const float *x, int64_t N, int64_t pixels, int64_t C, float *y);
 

@@ -83,3 +83,31 @@ int32_t cs_run(const cs_step *steps, int64_t first, int64_t count, int64_t *next
     *next = i;
     return status;
 }
+
+typedef int32_t (*kernel)(const cs_conv *, const void *, const void *, void *, const cs_epilogue *);
+
+#if defined(__clang__)
+__attribute__((no_sanitize("function")))
+#endif
+int32_t cs_repeat(const cs_repetition *calls, const void *x, const void *weight, void *y, const cs_epilogue *epilogue) {
+    const int64_t *n = calls->counts, all = n[0] * n[1] * n[2];
+    int32_t status = CS_OK;
+#pragma omp parallel for schedule(static) num_threads(calls->threads) if (calls->threads > 1)
+    for (int64_t i = 0; i < all; i++) {
+        const int64_t at[3] = {i / n[2] / n[1], i / n[2] % n[1], i % n[2]};
+        int64_t from = 0, to = 0;
+        for (int d = 0; d < 3; d++) from += at[d] * calls->x_steps[d], to += at[d] * calls->y_steps[d];
+        cs_epilogue own, *e = NULL;
+        if (epilogue != NULL) {
+            own = *epilogue, e = &own;
+            if (own.residual != NULL) own.residual = (const char *)own.residual + to;
+        }
+        const int32_t found =
+            ((kernel)(uintptr_t)calls->function)(calls->conv, (const char *)x + from, weight, (char *)y + to, e);
+        if (found != CS_OK) {
+#pragma omp atomic write
+            status = found;
+        }
+    }
+    return status;
+}
