@@ -17,7 +17,8 @@ from convselect.base.problem import IMAGE_FIELDS, ConvProblem, conv_problem, pai
 from convselect.base.volumes import image_of, volume_problem
 from convselect.eager import resolve
 from convselect.eager.standing import TIMED, OnTrial, distrusted, gains, others, told
-from convselect.freeze.freeze import FrozenForward, frozen_forwards
+from convselect.freeze.forward import FrozenForward
+from convselect.freeze.freeze import frozen_forwards
 from convselect.freeze.parts import not_whole, parents
 from convselect.layer import check_module, chooses, why_not_converted
 

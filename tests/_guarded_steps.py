@@ -15,7 +15,7 @@ from _guarded import Guarded, Heap, at, placed
 from torch import Tensor
 
 from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS
-from convselect.freeze import attention, pointwise, reduce
+from convselect.freeze import attention, pointwise, pooling, reduce
 from convselect.freeze.bound import Bound
 from convselect.freeze.pointwise import Input, Result
 from convselect.kernels import _library
@@ -68,8 +68,10 @@ def cases(seed: int, count: int) -> Iterator[Case]:
         elif kind == 9:
             groups = r.choice([g for g in (1, 2, 3, C) if C % g == 0])
             weight, bias = normal(C), normal(C)
-            yield Case("group_norm", layout, [x, weight, bias], F.group_norm(x, groups, weight, bias, 1e-3),
-                       lambda held, out, g=groups: reduce.group_norm(held[0], g, *held[1:], 1e-3, out))  # fmt: skip
+            want, activation = F.group_norm(x, groups, weight, bias, 1e-3), r.choice((None, "leaky_relu"))
+            yield Case("group_norm", layout, [x, weight, bias], want if activation is None else F.leaky_relu(want, 0.2),
+                       lambda held, out, g=groups, a=activation: reduce.group_norm(
+                           held[0], g, *held[1:], 1e-3, out, a, 0.2))  # fmt: skip
         elif kind == 10:
             keys, mask = r.randint(1, 67), normal(1, r.choice((1, C)), H, 1)
             mask = mask.expand(-1, -1, -1, keys).contiguous() if r.random() < 0.7 else mask
@@ -95,7 +97,7 @@ def cases(seed: int, count: int) -> Iterator[Case]:
                 continue
             ceil_mode = r.random() < 0.5
             arguments = (kernel, stride, padding, *((1,) if kind == 5 else ()), ceil_mode)
-            plain, ours = (F.max_pool2d, reduce.max_pool) if kind == 5 else (F.avg_pool2d, reduce.avg_pool)
+            plain, ours = (F.max_pool2d, pooling.max_pool) if kind == 5 else (F.avg_pool2d, pooling.avg_pool)
             yield Case(ours.__name__, layout, [x], plain(x, *arguments),
                        lambda held, out, a=arguments, ours=ours: ours(held[0], out, *a))  # fmt: skip
 

@@ -211,7 +211,7 @@ class _Recorder(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in tags and _draws(func, args, kwargs or {}):
             raise Uncapturable("forward draws random numbers")
         with self:
-            parts = func.decompose(*args, **kwargs)
+            parts = func.decompose(*args, **kwargs) if _is_composite(func) else NotImplemented
         if parts is not NotImplemented:
             return parts
         given, options = (pytree.tree_map_only(Tensor, self.node, part) for part in (args, kwargs))
@@ -229,6 +229,12 @@ class _Recorder(TorchDispatchMode):
         else:
             node.meta["val"] = result
         return result
+
+
+def _is_composite(func: Any) -> bool:
+    """Whether PyTorch itself computes this operation by others. Once torch._decomp is imported, `decompose` also has
+    Python's spelling of some that have a kernel: nearest upsampling as a gather, which takes twice as long and more."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
 
 
 def _form(value: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from convselect.freeze import attention, norms, pointwise, reduce
+from convselect.freeze import attention, norms, pointwise, pooling, reduce
 from convselect.freeze.bound import Bound
 from convselect.freeze.candidates import Form, OtherForm, distance
 from convselect.freeze.chains import Step
@@ -156,12 +156,12 @@ def _attention(
 
 def _max_pool(x: Any, *options: Any) -> Maker | None:
     kernel, stride, *rest = (*options, None)[: max(2, len(options))]
-    return lambda inputs, out: reduce.max_pool(inputs[0], out, kernel, stride or None, *rest)
+    return lambda inputs, out: pooling.max_pool(inputs[0], out, kernel, stride or None, *rest)
 
 
 def _avg_pool(x: Any, *options: Any) -> Maker | None:
     kernel, stride, *rest = (*options, None)[: max(2, len(options))]
-    return lambda inputs, out: reduce.avg_pool(inputs[0], out, kernel, stride or None, *rest)
+    return lambda inputs, out: pooling.avg_pool(inputs[0], out, kernel, stride or None, *rest)
 
 
 def _concatenate(parts: Any, dim: int = 0) -> Maker | None:

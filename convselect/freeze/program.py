@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,76 +17,20 @@ from convselect.base.problem import ConvProblem
 from convselect.freeze import pages
 from convselect.freeze.arena import Wanted, laid_out
 from convselect.freeze.candidates import Candidate, Form, Run
-from convselect.freeze.capture import Captured, Source
-from convselect.freeze.chains import Layer, Step, is_mask, meta_of, steps_of
-from convselect.freeze.conv import FrozenConv
-from convselect.freeze.folded import FrozenConstant, ReadValues
+from convselect.freeze.capture import Captured
+from convselect.freeze.chains import Layer, Step, meta_of, steps_of
 from convselect.freeze.joining import Joining
 from convselect.freeze.kernel import FixedCall, FixedCalls
-from convselect.freeze.layer import FrozenLayer
-from convselect.freeze.linear import FrozenLinear
 from convselect.freeze.passes import Maker, fixed_call, on_any_memory
 from convselect.freeze.reduce import concatenate
+from convselect.freeze.registry import LAYERS, Entry, Registry
 from convselect.freeze.residual import Fused, blocks
 from convselect.freeze.runner import joined
-from convselect.freeze.transposed import FrozenTransposed
 from convselect.freeze.views import NO_VIEWS, shown, views_of
-from convselect.freeze.volume import FrozenVolume
-from convselect.freeze.volume_transposed import FrozenTransposedVolume
 
 _aten = torch.ops.aten
 # Captured for contiguous tensors; between frozen layers they may lie otherwise.
 _SAME_ON_ANY_STRIDES = {_aten.view.default: _aten.reshape.default, _aten._unsafe_view.default: _aten.reshape.default}
-
-
-_LAYERS: dict[str, type[FrozenLayer]] = {
-    "conv": FrozenConv, "linear": FrozenLinear, "transposed": FrozenTransposed, "volume": FrozenVolume,
-    "transposed volume": FrozenTransposedVolume,
-}  # fmt: skip
-
-
-class Registry:
-    """Frozen layers and constants that the programs of one model share, each folded once."""
-
-    def __init__(self) -> None:
-        self.entries: dict[Hashable, FrozenLayer | FrozenConstant | ReadValues] = {}
-
-    def layer(self, layer: Layer, key_of: Callable[[fx.Node], str]) -> FrozenLayer:
-        bias = None if layer.bias is None else key_of(layer.bias)
-        how = (layer.kind, layer.seen_as, layer.geometry, layer.activation, layer.slope, layer.residual)
-        key = (key_of(layer.weight), bias, how)
-        return self._entry(key, lambda: _LAYERS[layer.kind](layer))  # type: ignore[return-value]
-
-    def constant(self, node: fx.Node, key_of: Callable[[fx.Node], str]) -> FrozenConstant:
-        mask = is_mask(node)
-        return self._entry(("constant", key_of(node), mask), lambda: FrozenConstant(node, mask))  # type: ignore[return-value]
-
-    def reads(self, sources: Sequence[Source]) -> ReadValues:
-        key = ("read", *sorted({(id(owner), key) for owner, key in sources}))
-        return self._entry(key, lambda: ReadValues(sources))  # type: ignore[return-value]
-
-    def _entry(
-        self, key: Hashable, make: Callable[[], FrozenLayer | FrozenConstant | ReadValues]
-    ) -> FrozenLayer | FrozenConstant | ReadValues:
-        found = self.entries.get(key)
-        if found is None:
-            found = self.entries[key] = make()
-        return found
-
-    def keep(self, programs: Iterable[Program]) -> None:
-        """Drop what none of these programs uses: some constants depend on the size of the image."""
-        used = {id(entry) for program in programs for entry in program.entries()}
-        self.entries = {key: entry for key, entry in self.entries.items() if id(entry) in used}
-
-    @property
-    def finite(self) -> bool:
-        return all(entry.finite for entry in self.entries.values())
-
-    def pin_packs(self, used: Collection[Mapping[FrozenLayer, set[Hashable]]]) -> None:
-        """Keep the packed weights that these plans' candidates use, and drop the others."""
-        for entry in self.entries.values():
-            if isinstance(entry, FrozenLayer):
-                entry.pin_packs({pack for packs in used for pack in packs.get(entry, ())})
 
 
 @dataclass(eq=False)
@@ -124,14 +68,14 @@ class Program:
         self.captured, self.registry = captured, registry
         self.steps = steps_of(captured)
         key_of = captured.constants.key
-        self.layers = {step: registry.layer(step.target, key_of) for step in self.steps if step.kind in _LAYERS}
+        self.layers = {step: registry.layer(step.target, key_of) for step in self.steps if step.kind in LAYERS}
         self.constants = {
             step.out: registry.constant(step.out, key_of) for step in self.steps if step.kind == "constant"
         }
         self.reads = registry.reads(captured.reads) if captured.reads else None
         self.last_use = self._last_use()
 
-    def entries(self) -> list[FrozenLayer | FrozenConstant | ReadValues]:
+    def entries(self) -> list[Entry]:
         """What it has in the registry."""
         return [*self.layers.values(), *self.constants.values(), *([] if self.reads is None else [self.reads])]
 

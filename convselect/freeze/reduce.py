@@ -1,5 +1,4 @@
-"""Statistics, normalisation, softmax, pooling and concatenation by the C library (`csrc/reduce.inc`,
-`csrc/group_norm.inc`, `csrc/pool.inc`).
+"""Statistics, normalisation, softmax and concatenation by the C library (`csrc/reduce.inc`, `csrc/group_norm.inc`).
 
 Each function binds one call to the memory of its tensors, which are float32 on the CPU, and returns None if they are
 not, or their strides are not covered. Results are ATen's up to rounding, NaN and infinity included. The number of
@@ -20,9 +19,6 @@ from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS
 from convselect.freeze.bound import Bound, Call, bound
 from convselect.freeze.pointwise import is_plain, shares_memory
 from convselect.kernels import _library
-
-Pair = int | Sequence[int]
-
 
 # What `cs_reduce` computes.
 _SUM, _NORM, _VARIANCE, _LARGEST = range(4)
@@ -45,20 +41,6 @@ class _GroupedNorm(Call):
         *((name, ctypes.c_int64) for name in ("N", "C", "pixels", "groups")),
         ("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("epsilon", ctypes.c_float), ("layout", ctypes.c_int32),
         ("activation", ctypes.c_int32), ("parameter", ctypes.c_float),
-    )  # fmt: skip
-
-
-class _Pooling(Call):
-    """`cs_pooling` of csrc/convselect.h."""
-
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in (
-            "N", "C", "H", "W", "R", "S", "P", "Q", "stride_h", "stride_w", "pad_h", "pad_w", "dil_h", "dil_w",
-            "divisor",
-        )),
-        ("layout", ctypes.c_int32), ("average", ctypes.c_int32),
-        ("counts_padding", ctypes.c_int32), ("reserved", ctypes.c_int32),
-        ("x_pitch", ctypes.c_int64), ("y_pitch", ctypes.c_int64),
     )  # fmt: skip
 
 
@@ -105,7 +87,7 @@ def _reduced(
     """divisor: of the sum, from the number of values."""
     reduced = {d % x.dim() for d in dim} if x.dim() else set()
     kept = [1 if d in reduced else n for d, n in enumerate(x.shape)]
-    if not reduced or not _ready(x, out):
+    if not reduced or not is_ready(x, out):
         return None
     without = [n for d, n in enumerate(x.shape) if d not in reduced]
     if list(out.shape) == without:
@@ -127,7 +109,7 @@ def layer_norm(
     `torch.nn.functional.layer_norm`, or the channels of images in either layout (dim 1). x and out are dense in the
     same order and may be the same memory; weight and bias are (x.shape[dim],) or None."""
     affine = [t for t in (weight, bias) if t is not None]
-    if x.dim() == 0 or not _ready(x, out) or not all(is_plain(t) and t.is_contiguous() for t in affine):
+    if x.dim() == 0 or not is_ready(x, out) or not all(is_plain(t) and t.is_contiguous() for t in affine):
         return None
     dim %= x.dim()
     if any(t.shape != (x.shape[dim],) for t in affine) or not _alike(x, out):
@@ -154,14 +136,14 @@ def group_norm(
     and out are dense in the same layout, channels first or last, and may be the same memory; weight and bias are (C,)
     or None; activation is a key of `_library.ACTIVATIONS`, slope that of "leaky_relu" below 0."""
     affine = [t for t in (weight, bias) if t is not None]
-    if x.dim() not in (4, 5) or not _ready(x, out) or not _alike(x, out) or groups < 1 or x.shape[1] % groups:
+    if x.dim() not in (4, 5) or not is_ready(x, out) or not _alike(x, out) or groups < 1 or x.shape[1] % groups:
         return None
     if x.dim() == 5:
-        images = _columns(x), _columns(out)
+        images = columns(x), columns(out)
         if images[0] is None or images[1] is None:
             return None
         x, out = images  # type: ignore[assignment]
-    layouts, (N, C, H, W) = _layouts(x), x.shape
+    layouts, (N, C, H, W) = layouts_of(x), x.shape
     if not layouts or not all(is_plain(t) and t.is_contiguous() and t.shape == (C,) for t in affine):
         return None
     layout = _library.LAYOUTS[CONTIGUOUS if CONTIGUOUS in layouts else CHANNELS_LAST]
@@ -175,54 +157,10 @@ def group_norm(
 
 def softmax(x: Tensor, out: Tensor) -> Bound | None:
     """out = x.softmax(-1). x and out are contiguous and may be the same memory."""
-    if x.dim() == 0 or not _ready(x, out) or not x.is_contiguous() or not _alike(x, out):
+    if x.dim() == 0 or not is_ready(x, out) or not x.is_contiguous() or not _alike(x, out):
         return None
     call = _reduction(x, None, {x.dim() - 1})
     return None if call is None else bound("cs_softmax", call, x, out)
-
-
-def max_pool(
-    x: Tensor,
-    out: Tensor,
-    kernel: Pair,
-    stride: Pair | None = None,
-    padding: Pair = 0,
-    dilation: Pair = 1,
-    ceil_mode: bool = False,
-) -> Bound | None:
-    """out = max_pool2d(x, ...), without indices. x (N, C, H, W) and out are dense in the same layout, NCHW or NHWC;
-    in NHWC each may be some channels of a larger image. Volumes (N, C, D, H, W), as max_pool3d: with windows along the
-    depth, or along rows and columns, only."""
-    if x.dim() == out.dim() == 5:
-        images = _pooled_images(x, out, kernel, stride, padding, dilation)
-        if images[0] is None or images[1] is None:
-            return None
-        x, out, (kernel, stride, padding, dilation) = images  # type: ignore[assignment]
-    call = _pooling(x, out, kernel, stride, padding, dilation, ceil_mode)
-    return None if call is None else bound("cs_pool", call, x, out)
-
-
-def avg_pool(
-    x: Tensor,
-    out: Tensor,
-    kernel: Pair,
-    stride: Pair | None = None,
-    padding: Pair = 0,
-    ceil_mode: bool = False,
-    count_include_pad: bool = True,
-    divisor_override: int | None = None,
-) -> Bound | None:
-    """out = avg_pool2d(x, ...) or avg_pool3d(x, ...). x and out as in `max_pool`."""
-    if x.dim() == out.dim() == 5:
-        images = _pooled_images(x, out, kernel, stride, padding)
-        if images[0] is None or images[1] is None:
-            return None
-        x, out, (kernel, stride, padding) = images  # type: ignore[assignment]
-    call = _pooling(x, out, kernel, stride, padding, 1, ceil_mode)
-    if call is None or divisor_override == 0:
-        return None
-    call.average, call.counts_padding, call.divisor = 1, count_include_pad, divisor_override or 0
-    return bound("cs_pool", call, x, out)
 
 
 def concatenate(inputs: Sequence[Tensor], out: Tensor, dim: int, there: Collection[int] = ()) -> Bound | None:
@@ -267,46 +205,12 @@ def concatenate(inputs: Sequence[Tensor], out: Tensor, dim: int, there: Collecti
     return bound("cs_join", call, pointers, out, all_sizes, all_pitches, places, inputs)
 
 
-# ---- volumes --------------------------------------------------------------------------------------------------------
-
-
-def _columns(t: Tensor) -> Tensor | None:
+def columns(t: Tensor) -> Tensor | None:
     """(N, C, D, H, W) as an image of D rows and H * W columns, on the same memory; None if it is not dense so."""
     try:
         return t.view(*t.shape[:3], t.shape[3] * t.shape[4])
     except RuntimeError:
         return None
-
-
-def _slices(t: Tensor) -> Tensor | None:
-    """(N, C, D, H, W) as images of H rows and W columns, with D among the channels or the batch."""
-    N, C, D, H, W = t.shape
-    if t.is_contiguous():
-        return t.view(N, C * D, H, W)
-    if t.is_contiguous(memory_format=torch.channels_last_3d):
-        return t.transpose(1, 2).view(N * D, C, H, W)
-    return None
-
-
-def _pooled_images(
-    x: Tensor, out: Tensor, *options: Pair | None
-) -> tuple[Tensor | None, Tensor | None, list[Pair | None]]:
-    """Operands and options of a pooling of volumes as of images; the options are those of all axes. None unless its
-    window has one tap along the depth, or along it only."""
-
-    def of(value: Pair, axis: int) -> int:
-        return value if isinstance(value, int) else tuple(value)[axis if len(value) > 1 else 0]
-
-    kernel, stride, padding, *rest = options
-    assert kernel is not None
-    usual = [kernel, kernel if stride is None or stride == [] else stride, padding, *rest]
-    trivial = [all(of(v or 0, axis) == n for v, n in zip(usual, (1, 1, 0, 1), strict=False)) for axis in range(3)]
-    if trivial[0]:
-        return _slices(x), _slices(out), [None if v is None else (of(v, 1), of(v, 2)) for v in usual]
-    if all(trivial[1:]):
-        plain = (1, 1, 0, 1)
-        return _columns(x), _columns(out), [(of(v or 0, 0), n) for v, n in zip(usual, plain, strict=False)]
-    return None, None, []
 
 
 # ---- shapes and strides ---------------------------------------------------------------------------------------------
@@ -332,7 +236,7 @@ def _runs(t: Tensor, order: Sequence[int], dim: int) -> tuple[int, int, int] | N
     return rows, step, pitch
 
 
-def _ready(x: Tensor, out: Tensor) -> bool:
+def is_ready(x: Tensor, out: Tensor) -> bool:
     return _library.available() and is_plain(x) and is_plain(out) and x.numel() > 0 and out.numel() > 0
 
 
@@ -369,56 +273,16 @@ def _reduction(x: Tensor, out: Tensor | None, reduced: set[int]) -> _Reduction |
     return _Reduction(_library.isa(), torch.get_num_threads(), outer, x.numel() // (outer * inner), inner)
 
 
-def _layouts(t: Tensor) -> set[str]:
+def layouts_of(t: Tensor) -> set[str]:
     """The layouts in which this image is dense: both if it has one channel or one pixel."""
-    if _pitch(t):
+    if pitch_of(t):
         return {CHANNELS_LAST}
     layouts = {CONTIGUOUS} if t.is_contiguous() else set()
     return layouts | {CHANNELS_LAST} if t.is_contiguous(memory_format=torch.channels_last) else layouts
 
 
-def _pitch(t: Tensor) -> int:
+def pitch_of(t: Tensor) -> int:
     """Floats from pixel to pixel, if these are some channels of a larger image in NHWC; else 0."""
     _, C, H, W = t.shape
     pitch = t.stride(3)
     return pitch if pitch > C and t.stride() == (H * W * pitch, 1, W * pitch, pitch) else 0
-
-
-def _pooling(
-    x: Tensor, out: Tensor, kernel: Pair, stride: Pair | None, padding: Pair, dilation: Pair, ceil_mode: bool
-) -> _Pooling | None:
-    if x.dim() != 4 or out.dim() != 4 or not _ready(x, out) or shares_memory(x, out):
-        return None
-    layouts = _layouts(x) & _layouts(out)
-    (R, S), (pad_h, pad_w), (dil_h, dil_w) = _pair(kernel), _pair(padding), _pair(dilation)
-    stride_h, stride_w = (R, S) if stride is None or stride == [] else _pair(stride)
-    if (
-        not layouts
-        or min(R, S, stride_h, stride_w, dil_h, dil_w) < 1
-        or not (0 <= 2 * pad_h <= R and 0 <= 2 * pad_w <= S)
-    ):
-        return None
-    N, C, H, W = x.shape
-    P = _pooled(H, R, stride_h, pad_h, dil_h, ceil_mode)
-    Q = _pooled(W, S, stride_w, pad_w, dil_w, ceil_mode)
-    if out.shape != (N, C, P, Q):
-        return None
-    layout = _library.LAYOUTS[CHANNELS_LAST if CHANNELS_LAST in layouts else CONTIGUOUS]
-    return _Pooling(
-        _library.isa(), torch.get_num_threads(), N, C, H, W, R, S, P, Q, stride_h, stride_w, pad_h, pad_w, dil_h,
-        dil_w, 0, layout, x_pitch=_pitch(x), y_pitch=_pitch(out),
-    )  # fmt: skip
-
-
-def _pooled(size: int, taps: int, stride: int, pad: int, dilation: int, ceil_mode: bool) -> int:
-    """PyTorch's rule: the last window starts within the image or its padding on the left."""
-    room = size + 2 * pad - dilation * (taps - 1) - 1 + (stride - 1 if ceil_mode else 0)
-    outputs = room // stride + 1
-    return outputs - 1 if ceil_mode and (outputs - 1) * stride >= size + pad else outputs
-
-
-def _pair(value: Pair) -> tuple[int, int]:
-    if isinstance(value, int):
-        return value, value
-    values = tuple(value)
-    return (values[0], values[0]) if len(values) == 1 else (values[0], values[1])

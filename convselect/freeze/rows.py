@@ -137,9 +137,14 @@ def _changes_nothing(options: list[list[int]], plain: Iterable[int]) -> bool:
     return all(values == [n] * 3 for values, n in zip(options, plain, strict=False))
 
 
+def _nearest_scaled(raise_: Callable[[Node], Node], x: Node, size: Any, scale: float | None = None) -> _RaisedArguments:
+    return _aten.upsample_nearest2d.default, (raise_(x), [1, *size], None if scale is None else 1.0, scale), {}
+
+
 _RAISED: dict[Any, Callable[..., _RaisedArguments | None]] = {
     _aten.group_norm.default: _group_norm,
     norms.GROUP_NORM_THEN: _group_norm_then,
     _aten.cat.default: _concatenation,
     _aten.upsample_nearest1d.vec: _nearest,
+    _aten.upsample_nearest1d.default: _nearest_scaled,
 }

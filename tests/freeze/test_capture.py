@@ -341,3 +341,15 @@ def test_freezing_imports_neither_dynamo_nor_sympy():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_what_has_a_kernel_stays_whole():
+    """Also once torch._decomp is imported, which spells nearest upsampling as a gather."""
+    import torch._decomp.decompositions
+
+    for conv, size in ((nn.Conv1d, (6,)), (nn.Conv2d, (4, 6)), (nn.Conv3d, (2, 4, 6))):
+        model = nn.Sequential(conv(4, 4, 1), nn.Upsample(scale_factor=2), nn.ReLU(), conv(4, 4, 1)).eval()
+        with torch.no_grad():
+            graph = capture(model, (torch.randn(1, 4, *size),)).graph
+        assert sum("upsample_nearest" in str(node.target) for node in graph.nodes) == 1
+        assert not any("index" in str(node.target) for node in graph.nodes)

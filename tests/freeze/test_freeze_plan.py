@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 import convselect
 from convselect.base.timing import Timing
-from convselect.freeze import freeze as freezing
+from convselect.freeze import forward as freezing
 from convselect.freeze import layer as freeze_layer
 from convselect.freeze import plan
 from convselect.freeze.kernel import STEM

@@ -180,6 +180,25 @@ def test_packed_weights_follow():
                 assert distance(run(given, None), model(x)) < CONV, name
 
 
+@needs_library
+def test_threads_share_the_rows():
+    x = torch.randn(2, 16, 3, 5, 6)
+    layer, results = nn.ConvTranspose3d(16, 8, (2, 3, 2), (2, 3, 2)), []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            step, frozen, want = posed(layer.float(), x, nn.SiLU())
+            with torch.no_grad():
+                candidates, given, _ = found(step, frozen, x, CHANNELS_LAST)
+                (products,) = (c for c in candidates if c.name == "product_phases")
+                check_candidate(products, given, None, want)
+                results.append(products.bind(None, None, None)(given, None))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(one, results[0]) for one in results)
+
+
 # ---- between layers -------------------------------------------------------------------------------------------------
 
 

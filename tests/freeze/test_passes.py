@@ -9,7 +9,7 @@ from networks import CONV, distance, eager, frozen_outputs, needs_library, rando
 from torch import nn
 
 import convselect
-from convselect.freeze import freeze as freezing
+from convselect.freeze import forward as freezing
 from convselect.freeze import passes, plan
 
 pytestmark = needs_library

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from convselect.freeze import reduce
+from convselect.freeze import pooling, reduce
 from convselect.kernels import _library
 
 if not _library.available():
@@ -226,7 +226,7 @@ def test_max_pool(layout, level):
         x = image(*shape, layout=layout)
         want = F.max_pool2d(x, *arguments)
         out = torch.full_like(want, NAN, memory_format=layout)
-        run(reduce.max_pool(x, out, *arguments))
+        run(pooling.max_pool(x, out, *arguments))
         assert torch.equal(out, want), (shape, arguments)
 
 
@@ -238,10 +238,10 @@ def test_max_pool_of_what_is_not_finite(layout, level):
         for value in (NAN, INF, -INF, INF, NAN):
             x[tuple(r.randrange(n) for n in shape)] = value
         want = F.max_pool2d(x, *arguments)
-        run(reduce.max_pool(x, out := torch.full_like(want, 7.0, memory_format=layout), *arguments))
+        run(pooling.max_pool(x, out := torch.full_like(want, 7.0, memory_format=layout), *arguments))
         torch.testing.assert_close(out, want, rtol=0, atol=0, equal_nan=True)
     x = torch.full((1, 5, 4, 4), -INF).contiguous(memory_format=layout)
-    run(reduce.max_pool(x, out := empty((1, 5, 2, 2), layout), 2))
+    run(pooling.max_pool(x, out := empty((1, 5, 2, 2), layout), 2))
     assert (out == -INF).all()
 
 
@@ -257,7 +257,7 @@ def test_avg_pool(layout, counts_padding, level):
         except RuntimeError:
             continue
         out = torch.full_like(want, NAN, dtype=torch.float32, memory_format=layout)
-        run(reduce.avg_pool(x, out, *arguments))
+        run(pooling.avg_pool(x, out, *arguments))
         size = F.avg_pool2d(x.double().abs(), *arguments)
         assert ((out - want).abs() <= 12 * EPS * size).all(), (shape, arguments)
 
@@ -266,7 +266,7 @@ def test_strides_and_sizes_as_pytorch_takes_them():
     x = image(1, 3, 9, 8)
     for kernel, stride in ((2, None), ([2], []), ((3, 2), [2]), ([2, 3], (1, 2))):
         want = F.max_pool2d(x, kernel, stride if stride != [] else None)
-        run(reduce.max_pool(x, out := torch.full_like(want, NAN), kernel, stride))
+        run(pooling.max_pool(x, out := torch.full_like(want, NAN), kernel, stride))
         assert torch.equal(out, want)
 
 
@@ -322,8 +322,30 @@ def test_group_norm(layout, level):
             run(reduce.group_norm(x, groups, weight, bias, 1e-3, out := torch.full_like(x, NAN)))
             want = F.group_norm(x.double(), groups, *(None if t is None else t.double() for t in (weight, bias)), 1e-3)
             assert ((out - want).abs() <= 1e-5 * (want.abs() + 1)).all()
+            for activation, plain in (("leaky_relu", lambda t: F.leaky_relu(t, 0.3)), ("silu", F.silu)):
+                run(reduce.group_norm(x, groups, weight, bias, 1e-3, after := torch.full_like(x, NAN), activation, 0.3))
+                assert ((after - plain(want)).abs() <= 1e-5 * (want.abs() + 1)).all()
         run(reduce.group_norm(x, groups, None, None, 1e-3, x))  # in place
         torch.testing.assert_close(x, out, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d])
+def test_volumes(layout, level):
+    """Group norms, and pooling by windows of one tap along the depth, or along it only."""
+    x = torch.randn(2, 12, 5, 6, 7).contiguous(memory_format=layout)
+    run(reduce.group_norm(x, 4, None, None, 1e-3, out := torch.full_like(x, NAN)))
+    assert ((out - F.group_norm(x.double(), 4, None, None, 1e-3)).abs() <= 1e-5 * (out.abs() + 1)).all()
+    for arguments in (((1, 2, 3), (1, 2, 2), (0, 1, 1)), ((3, 1, 1), (2, 1, 1), (1, 0, 0)), ((1, 1, 2),)):
+        for plain, ours in ((F.max_pool3d, pooling.max_pool), (F.avg_pool3d, pooling.avg_pool)):
+            want = plain(x.double(), *arguments)
+            run(ours(x, out := torch.full(want.shape, NAN).contiguous(memory_format=layout), *arguments))
+            assert ((out - want).abs() <= 1e-6 * (want.abs() + 1)).all()
+    assert pooling.max_pool(x, torch.empty(2, 12, 2, 3, 3), 2) is None  # along all axes
+    other = torch.channels_last_3d if layout == torch.contiguous_format else torch.contiguous_format
+    out = torch.empty(2, 12, 2, 6, 7).contiguous(memory_format=other)
+    assert pooling.max_pool(x, out, (2, 1, 1)) is None
+    assert pooling.avg_pool(x[..., ::2], out[..., ::2], (2, 1, 1)) is None
+    assert reduce.group_norm(x.transpose(2, 3), 4, None, None, 1e-3, out.new_empty(2, 12, 6, 5, 7)) is None
 
 
 # ---- all of them ----------------------------------------------------------------------------------------------------
@@ -340,8 +362,8 @@ def test_any_number_of_threads_gives_the_same_bits(layout):
         (lambda out: reduce.softmax(x.view(-1), out.view(-1)) if layout is FIRST else reduce.mean(x, out), x),
         (lambda out: reduce.norm(x, out, (2, 3)), empty((2, 70, 1, 1))),
         (lambda out: reduce.group_norm(x, 5, weight, None, 1e-5, out), x),
-        (lambda out: reduce.max_pool(x, out, 3, 2, 1), pooled),
-        (lambda out: reduce.avg_pool(x, out, 3, 2, 1), pooled),
+        (lambda out: pooling.max_pool(x, out, 3, 2, 1), pooled),
+        (lambda out: pooling.avg_pool(x, out, 3, 2, 1), pooled),
         (lambda out: reduce.concatenate([x, y], out, 1), torch.cat([x, y], 1)),
     ]
     for number, (make, like) in enumerate(calls):
@@ -362,13 +384,13 @@ def test_any_number_of_threads_gives_the_same_bits(layout):
 def test_what_is_not_covered():
     x, last = image(2, 6, 8, 10), image(2, 6, 8, 10, layout=LAST)
     small = empty((2, 6, 4, 5))
-    assert reduce.max_pool(last, small, 2) is None  # another layout
-    assert reduce.max_pool(x, empty((2, 6, 4, 4)), 2) is None
-    assert reduce.max_pool(x.double(), small, 2) is None
-    assert reduce.max_pool(x, small, 2, 2, 2) is None  # PyTorch refuses this padding
-    assert reduce.max_pool(x[0], small[0], 2) is None
-    assert reduce.max_pool(x[:, ::2], small[:, ::2], 2) is None
-    assert reduce.avg_pool(x, small, 2, divisor_override=0) is None
+    assert pooling.max_pool(last, small, 2) is None  # another layout
+    assert pooling.max_pool(x, empty((2, 6, 4, 4)), 2) is None
+    assert pooling.max_pool(x.double(), small, 2) is None
+    assert pooling.max_pool(x, small, 2, 2, 2) is None  # PyTorch refuses this padding
+    assert pooling.max_pool(x[0], small[0], 2) is None
+    assert pooling.max_pool(x[:, ::2], small[:, ::2], 2) is None
+    assert pooling.avg_pool(x, small, 2, divisor_override=0) is None
     assert reduce.mean(x, empty((2, 7, 1, 1))) is None
     assert reduce.mean(last, empty((2, 6, 8, 1)), [3]) is None  # the result would be in another order
     assert reduce.layer_norm(x, torch.ones(6), None, 1e-5, torch.empty_like(last), 1) is None
@@ -396,7 +418,7 @@ def test_pools_of_some_channels(average, level):
     x, _ = channels(2, 40, 7, 6, first=5, count=21)
     out, whole = channels(2, 50, 4, 3, first=17, count=21, seed=1)
     before = whole.clone()
-    pool, f = (reduce.avg_pool, F.avg_pool2d) if average else (reduce.max_pool, F.max_pool2d)
+    pool, f = (pooling.avg_pool, F.avg_pool2d) if average else (pooling.max_pool, F.max_pool2d)
     run(pool(x, out, 3, 2, 1))
     torch.testing.assert_close(out, f(x, 3, 2, 1))
     assert torch.equal(whole[:, :17], before[:, :17])
@@ -406,10 +428,10 @@ def test_pools_of_some_channels(average, level):
 def test_pools_between_channels_of_the_same_pixels(level):
     x, whole = channels(1, 40, 6, 6, first=3, count=18)
     out, want = whole[:, 21:39], F.max_pool2d(x, 3, 1, 1)
-    run(reduce.max_pool(x, out, 3, 1, 1))
+    run(pooling.max_pool(x, out, 3, 1, 1))
     assert torch.equal(out, want)
-    assert reduce.max_pool(x, whole[:, 20:38], 3, 1, 1) is None
-    assert reduce.max_pool(x, x, 3, 1, 1) is None
+    assert pooling.max_pool(x, whole[:, 20:38], 3, 1, 1) is None
+    assert pooling.max_pool(x, x, 3, 1, 1) is None
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])

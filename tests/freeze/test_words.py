@@ -8,7 +8,7 @@ from networks import CONV, conv_bn, distance, eager, randomised
 from torch import nn
 
 import convselect
-from convselect.freeze import freeze as freezing
+from convselect.freeze import forward as freezing
 from convselect.freeze import watch, words
 from convselect.kernels import _library
 

@@ -22,7 +22,7 @@ from tolerances import FORWARD, WEIGHT_GRADIENT_FACTOR
 from convselect.base import warnings as warnings_of
 from convselect.base.problem import Direction, conv_problem, layout_of
 from convselect.base.warnings import ConvselectWarning
-from convselect.freeze import attention, pointwise, reduce
+from convselect.freeze import attention, pointwise, pooling, reduce
 from convselect.kernels import _huge_pages, _library, _spot_check
 from convselect.kernels.pool import ALL
 from convselect.kernels.reference import Reference
@@ -161,9 +161,10 @@ def test_structs_are_as_the_header_has_them():
     header = re.sub(r"/\*.*?\*/", "", (_guarded.CSRC / "convselect.h").read_text(), flags=re.DOTALL)
     structs = {
         "cs_conv": _library.Conv, "cs_volume": _library.Volume, "cs_epilogue": _library.Epilogue,
-        "cs_block": _library.Block, "cs_layer": _library.Layer, "cs_input": _library.Input, "cs_spot": _spot_check.Spot,
+        "cs_block": _library.Block, "cs_repetition": _library.Repetition, "cs_layer": _library.Layer,
+        "cs_input": _library.Input, "cs_spot": _spot_check.Spot,
         "cs_found": _spot_check.Found, "cs_instruction": pointwise._Instruction,
-        "cs_pointwise_program": pointwise._Program, "cs_reduction": reduce._Reduction, "cs_pooling": reduce._Pooling,
+        "cs_pointwise_program": pointwise._Program, "cs_reduction": reduce._Reduction, "cs_pooling": pooling._Pooling,
         "cs_joining": reduce._Joining, "cs_grouped_norm": reduce._GroupedNorm, "cs_attention": attention._Attention,
     }  # fmt: skip
     for of, struct in structs.items():
@@ -171,7 +172,7 @@ def test_structs_are_as_the_header_has_them():
             1
         )
         fields = []
-        kinds = r"cs_conv|int64_t|int32_t|double|const float|float|const int64_t|const cs_instruction|const void"
+        kinds = r"cs_conv|int64_t|int32_t|double|const float|float|const int64_t|const cs_instruction|const void|void"
         for kind, names in re.findall(rf"({kinds}) ([^;]+);", body):
             numbers = {"int64_t": ctypes.c_int64, "int32_t": ctypes.c_int32, "double": ctypes.c_double}
             numbers |= {"float": ctypes.c_float, "cs_conv": _library.Conv}

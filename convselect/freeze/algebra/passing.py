@@ -12,6 +12,7 @@ VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 _AVERAGES = (
     aten.upsample_nearest2d.default, aten.upsample_nearest2d.vec, aten.upsample_bilinear2d.default,
     aten.upsample_bilinear2d.vec, aten._adaptive_avg_pool2d.default, aten.adaptive_avg_pool2d.default,
+    aten.upsample_nearest3d.default, aten.upsample_trilinear3d.default, aten._adaptive_avg_pool3d.default,
 )  # fmt: skip
 
 
@@ -51,7 +52,7 @@ def _through(node: Node, dim: int) -> tuple[int, bool] | None:
         return (dim, False) if pads_others else None
     if node.target is aten.mean.dim:
         return _averaged(node, len(shape(source)), dim)
-    is_image = len(shape(source)) == 4 and dim == 1
+    is_image = len(shape(source)) in (4, 5) and dim == 1
     if node.target in _AVERAGES:
         return (1, True) if is_image else None
     if node.target is aten.avg_pool2d.default and is_image:
