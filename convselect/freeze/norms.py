@@ -43,9 +43,12 @@ def instance_norms(graph: fx.Graph) -> None:
     """Batch norms of one image by its own statistics as group norms, in place; N * C channels of several images again
     as N images. Left alone: what somebody reads the statistics of, and affine parameters of another element type."""
     for node in list(graph.nodes):
-        if node.target is not _aten._native_batch_norm_legit.no_stats:
+        if node.target is _aten.native_batch_norm.default and node.args[3] is node.args[4] is None:
+            x, weight, bias, _, _, training, _, eps = node.args
+        elif node.target is _aten._native_batch_norm_legit.no_stats:
+            x, weight, bias, training, _, eps = node.args
+        else:
             continue
-        x, weight, bias, training, _, eps = node.args
         affine = [t for t in (weight, bias) if t is not None]
         alone = all(user.target is operator.getitem and user.args[1] == 0 for user in node.users)
         if not training or not alone or shape(x)[0] != 1 or len(shape(x)) < 3:

@@ -15,7 +15,7 @@ class Key(NamedTuple):
     """What a choice is for.
 
     Attributes:
-        kind: "conv", "transposed", "linear", "block" or "network".
+        kind: that of a layer (see `chains.Layer`), "block", "network" or "tiles".
         problem: the first one, if there are several.
         form: everything else that the choice depends on, as a text that is only compared.
         settings: the budgets.

@@ -12,6 +12,7 @@ from pairs import pairs
 from torch import nn
 
 import convselect
+from benchmarks.memory import Live
 from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS
 from convselect.base.settings import current, exactly
 from convselect.freeze import layer as freeze_layer
@@ -342,6 +343,16 @@ def test_networks(name):
     assert unfrozen(model) == 1
 
 
+def test_explained_and_summarised():
+    model = randomised(nn.Sequential(nn.Conv3d(4, 8, 3), nn.BatchNorm3d(8), nn.GELU(), nn.ConvTranspose3d(8, 4, 2, 2)))
+    x = torch.randn(1, 4, 5, 6, 7)
+    report = convselect.summary(convselect.freeze(model, x))
+    assert report.fused == {"0": ("batch norm", "bias", "gelu"), "3": ("bias",)}
+    assert report.folded == {"1": "0"}
+    assert "(1, 4, 5, 6, 7)" in str(report)
+    assert convselect.explain(model[0], x)
+
+
 @use_forced
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_other_types(dtype):
@@ -379,6 +390,17 @@ def test_a_second_plan_measures_nothing(tmp_path, monkeypatch):
     second = convselect.summary(convselect.freeze(model, x)).inputs[0]
     assert (second.layout, second.chosen) == (first.layout, first.chosen if first.layout else {})
     assert distance(model(x), eager(model, x)) < 3 * CONV
+
+
+@use_forced
+def test_intermediates_take_no_more_memory_than_eager_needs():
+    model, x = randomised(Segments()), torch.randn(1, 1, 8, 16, 16)
+    with torch.no_grad(), Live() as live:
+        model(x)
+    assert live.peak >= 16 * 8 * 16 * 16 * 4
+    convselect.freeze(model, x)
+    (row,) = convselect.summary(model).inputs
+    assert row.intermediates_bytes <= live.peak
 
 
 @use_forced
