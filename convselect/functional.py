@@ -129,7 +129,7 @@ def conv_transpose1d(
     given = (stride, padding, output_padding, groups, dilation)
     geometry = (_single(stride), _single(padding), _single(output_padding), groups, _single(dilation))
     if _is_dynamo_compiling() or _is_exporting():
-        return graph.left_to_aten(F.conv_transpose1d, input, weight, bias, geometry, policy)
+        return graph.conv_transpose1d(input, weight, bias, geometry, policy)
     try:
         return kinds.conv_transpose1d(input, weight, bias, geometry, policy)  # type: ignore[no-any-return]
     except TypeError:
@@ -168,7 +168,7 @@ def conv_transpose2d(
     given = (stride, padding, output_padding, groups, dilation)
     geometry = (_pair(stride), _pair(padding), _pair(output_padding), groups, _pair(dilation))
     if _is_dynamo_compiling() or _is_exporting():
-        return graph.left_to_aten(F.conv_transpose2d, input, weight, bias, geometry, policy)
+        return graph.conv_transpose2d(input, weight, bias, geometry, policy)
     try:
         return kinds.conv_transpose2d(input, weight, bias, geometry, policy)  # type: ignore[no-any-return]
     except TypeError:
@@ -205,7 +205,7 @@ def conv3d(
     given = (stride, padding, dilation, groups)
     geometry = (_triple(stride), _triple(padding), _triple(dilation), groups)
     if _is_dynamo_compiling() or _is_exporting():
-        return graph.left_to_aten(F.conv3d, input, weight, bias, geometry, policy)
+        return graph.conv3d(input, weight, bias, geometry, policy)
     try:
         return volumes.conv3d(input, weight, bias, geometry, policy)  # type: ignore[no-any-return]
     except TypeError:
@@ -240,7 +240,7 @@ def conv_transpose3d(
     given = (stride, padding, output_padding, groups, dilation)
     geometry = (_triple(stride), _triple(padding), _triple(output_padding), groups, _triple(dilation))
     if _is_dynamo_compiling() or _is_exporting():
-        return graph.left_to_aten(F.conv_transpose3d, input, weight, bias, geometry, policy)
+        return graph.conv_transpose3d(input, weight, bias, geometry, policy)
     try:
         return volumes.conv_transpose3d(input, weight, bias, geometry, policy)  # type: ignore[no-any-return]
     except TypeError:

@@ -239,7 +239,7 @@ def _forward_of(kind: Any, eager: Any, traced: Any) -> Any:
     return forward if known else around_another
 
 
-def _transposed_forward_of(kind: Any, dimensions: int, eager: Any, native: Any) -> Any:
+def _transposed_forward_of(kind: Any, dimensions: int, eager: Any, traced: Any) -> Any:
     """In place of `nn.ConvTranspose2d.forward` and its like."""
     stock = kind.forward
     plain = kind(1, 1, 1, device="meta")
@@ -257,7 +257,7 @@ def _transposed_forward_of(kind: Any, dimensions: int, eager: Any, native: Any) 
         )
         geometry = (self.stride, self.padding, tuple(more), self.groups, self.dilation)
         if _is_dynamo_compiling() or _is_exporting():
-            return graph.left_to_aten(native, input, self.weight, self.bias, geometry, self.policy)
+            return traced(input, self.weight, self.bias, geometry, self.policy)
         return eager(input, self.weight, self.bias, geometry, self.policy)
 
     return forward
@@ -276,10 +276,16 @@ def _look_for_marks() -> None:
     forwards = {
         nn.Conv1d: _forward_of(nn.Conv1d, kinds.conv1d, graph.conv1d),
         nn.Conv2d: _forward_of(nn.Conv2d, dispatch.conv2d, graph.conv2d),
-        nn.Conv3d: _forward_of(nn.Conv3d, volumes.conv3d, functools.partial(graph.left_to_aten, F.conv3d)),
-        nn.ConvTranspose1d: _transposed_forward_of(nn.ConvTranspose1d, 1, kinds.conv_transpose1d, F.conv_transpose1d),
-        nn.ConvTranspose2d: _transposed_forward_of(nn.ConvTranspose2d, 2, kinds.conv_transpose2d, F.conv_transpose2d),
-        nn.ConvTranspose3d: _transposed_forward_of(nn.ConvTranspose3d, 3, volumes.conv_transpose3d, F.conv_transpose3d),
+        nn.Conv3d: _forward_of(nn.Conv3d, volumes.conv3d, graph.conv3d),
+        nn.ConvTranspose1d: _transposed_forward_of(
+            nn.ConvTranspose1d, 1, kinds.conv_transpose1d, graph.conv_transpose1d
+        ),
+        nn.ConvTranspose2d: _transposed_forward_of(
+            nn.ConvTranspose2d, 2, kinds.conv_transpose2d, graph.conv_transpose2d
+        ),
+        nn.ConvTranspose3d: _transposed_forward_of(
+            nn.ConvTranspose3d, 3, volumes.conv_transpose3d, graph.conv_transpose3d
+        ),
     }
     kind: Any
     for kind, forward in forwards.items():

@@ -25,13 +25,13 @@ from convselect.aten.volumes import (
 )
 from convselect.base.problem import ConvProblem
 
-# (whether of volumes, whether transposed) -> what makes the problem of a call, and those of its gradients
-_OF: dict[tuple[bool, bool], tuple[Any, Any]] = {
+OF: dict[tuple[bool, bool], tuple[Any, Any]] = {
     (False, False): (problem_of, gradients_of),
     (False, True): (transposed_problem, transposed_gradients_of),
     (True, False): (volume_problem_of, volume_gradients),
     (True, True): (transposed_volume_problem, transposed_volume_gradients),
 }
+"""(whether of volumes, whether transposed) -> what makes the problem of a call, and those of its gradients."""
 
 
 def problems_of(layer: Any, x: Tensor, output_size: Any = None) -> list[ConvProblem]:
@@ -64,7 +64,7 @@ def problems_of(layer: Any, x: Tensor, output_size: Any = None) -> list[ConvProb
     cast = autocast_dtype(x)
     if cast:
         x, weight = cast_like_autocast(x, cast), cast_like_autocast(weight, cast)
-    of, gradients = _OF[dimensions == 3, transposed]
+    of, gradients = OF[dimensions == 3, transposed]
     problem = of(x, weight, geometry)
     if problem is None or not valid(problem, x, weight, layer.bias, geometry, cast=bool(cast)):
         return []

@@ -172,3 +172,22 @@ def rows_of(x: Tensor, weight: Tensor) -> tuple[int, int] | None:
     """(H, W) of operands with five sizes, which are one dimension of the image; None if there is one slice, whose image
     it is."""
     return None if x.shape[2] == weight.shape[2] == 1 else (x.shape[3], x.shape[4])
+
+
+def folded(t: Tensor, rows: tuple[int, int] | None) -> Tensor:
+    """(N, C, D, H, W), or a weight, as an image: a view of what is dense, as aten takes it."""
+    if not (t.is_contiguous() or t.is_contiguous(memory_format=torch.channels_last_3d)):
+        t = t.contiguous()
+    return t.squeeze(2) if rows is None else t.flatten(3)
+
+
+def unfolded(result: Tensor, rows: tuple[int, int] | None) -> Tensor:
+    """The reverse, and no view: autograd forbids changing one in place that a function returns."""
+    result = result.unsqueeze(2) if rows is None else result.unflatten(3, rows)
+    return result.detach() if result._is_view() else result
+
+
+def folded_strides(strides: Strides, rows: tuple[int, int] | None) -> Strides:
+    """Those of five sizes without the one that disappears: the slices', or the rows', whose memory columns continue."""
+    gone = 2 if rows is None else 3
+    return (*strides[:gone], *strides[gone + 1 :])

@@ -13,11 +13,14 @@ from torch import Tensor
 
 from convselect.aten.strides import Strides
 from convselect.aten.volumes import (
+    folded,
+    folded_strides,
     rows_of,
     transposed_volume,
     transposed_volume_gradients,
     transposed_volume_problem,
     transposed_volume_strides,
+    unfolded,
     volume_gradients,
     volume_of,
     volume_problem_of,
@@ -106,9 +109,7 @@ def _transposed_folded_strides(x: Tensor, weight: Tensor, problem: ConvProblem) 
 
 
 def _fold_all(of: tuple[Strides, ...], rows: tuple[int, int] | None, p: ConvProblem) -> FoldedStrides:
-    """Those of five sizes without the one that disappears: the slices', or the rows', whose memory columns continue."""
-    gone = 2 if rows is None else 3
-    y, grad_x, grad_weight = ((*strides[:gone], *strides[gone + 1 :]) for strides in of)
+    y, grad_x, grad_weight = (folded_strides(strides, rows) for strides in of)
     if rows is None:
         return FoldedStrides(y, grad_x, grad_weight, rows, (p.N, p.C, 1, p.H, p.W), (1, p.P, p.Q))
     return FoldedStrides(y, grad_x, grad_weight, rows, (p.N, p.C, p.H, *rows), (p.P, *rows))
@@ -149,21 +150,13 @@ class _Folded(_Volumes):
         return plan.strides.y_size  # type: ignore[no-any-return]
 
     def _fold(self, t: Tensor) -> Tensor:
-        """(N, C, D, H, W), or a weight, as an image: a view of what is dense, as aten takes it."""
-        if not (t.is_contiguous() or t.is_contiguous(memory_format=torch.channels_last_3d)):
-            t = t.contiguous()
         plan: Any = self
-        return t.squeeze(2) if plan.strides.rows is None else t.flatten(3)
-
-    def _unfold(self, result: Tensor, rows: tuple[int, int] | None) -> Tensor:
-        """The reverse, and no view: autograd forbids changing one in place that a function returns."""
-        result = result.unsqueeze(2) if rows is None else result.unflatten(3, rows)
-        return result.detach() if result._is_view() else result
+        return folded(t, plan.strides.rows)
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         plan: Any = self
         y = super().forward(self._fold(x), self._fold(weight), bias)  # type: ignore[misc]
-        return self._unfold(y, plan.strides.rows)
+        return unfolded(y, plan.strides.rows)
 
     def backward(
         self, grad_y: Tensor, x: Tensor | None, weight: Tensor | None, needed: tuple[bool, bool, bool]
@@ -177,8 +170,8 @@ class _Folded(_Volumes):
         )
         rows = plan.strides.rows
         return (
-            None if grad_x is None else self._unfold(grad_x, rows),
-            None if grad_weight is None else self._unfold(grad_weight, rows and (1, 1)),
+            None if grad_x is None else unfolded(grad_x, rows),
+            None if grad_weight is None else unfolded(grad_weight, rows and (1, 1)),
             grad_bias,
         )
 
@@ -199,7 +192,7 @@ class TransposedFoldedPlan(_Folded, TransposedPlan):
 
     def transposed(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         y = TransposedPlan.transposed(self, self._fold(x), self._fold(weight), bias)
-        return self._unfold(y, self.strides.rows)  # type: ignore[attr-defined]
+        return unfolded(y, self.strides.rows)  # type: ignore[attr-defined]
 
     run = transposed
 

@@ -1,30 +1,28 @@
-"""Compiled and exported graphs."""
+"""Compiled and exported graphs: each function is that of `eager` with its name, while torch.compile or torch.export
+makes a graph."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-
-def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Any, policy: str | None) -> Tensor:
-    """As `eager.dispatch.conv2d`, while torch.compile or torch.export makes a graph."""
-    from convselect.graph import traced  # needs dynamo
-
-    return traced.conv2d(x, weight, bias, geometry, policy)
+Call = Callable[[Tensor, Tensor, "Tensor | None", Any, "str | None"], Tensor]
 
 
-def conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Any, policy: str | None) -> Tensor:
-    """As `eager.kinds.conv1d`, while a graph is made."""
-    from convselect.graph import traced
+def _traced(kind: str) -> Call:
+    def call(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Any, policy: str | None) -> Tensor:
+        from convselect.graph import traced  # needs dynamo
 
-    return traced.conv1d(x, weight, bias, geometry, policy)
+        return traced.call(kind, x, weight, bias, geometry, policy)
+
+    return call
 
 
-def left_to_aten(
-    native: Any, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Any, policy: str | None
-) -> Tensor:
-    """A transposed or 3-D convolution while a graph is made: aten's own, which `native` is."""
-    from convselect.graph import traced
-
-    return traced.left_to_aten(native, x, weight, bias, geometry, policy)
+conv1d = _traced("conv1d")
+conv2d = _traced("conv2d")
+conv3d = _traced("conv3d")
+conv_transpose1d = _traced("conv_transpose1d")
+conv_transpose2d = _traced("conv_transpose2d")
+conv_transpose3d = _traced("conv_transpose3d")

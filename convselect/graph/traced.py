@@ -25,18 +25,13 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
-from convselect.aten.arguments import (
-    Geometry,
-    autocast_dtype,
-    cast_like_autocast,
-    one_row,
-    problem_of,
-    valid,
-    y_layout,
-)
+from convselect.aten.arguments import autocast_dtype, cast_like_autocast, one_row, valid
+from convselect.aten.layers import OF
 from convselect.aten.strides import in_functorch
+from convselect.aten.volumes import volume_of
 from convselect.base import settings as _settings
-from convselect.base.problem import DTYPE_NAMES, ConvProblem, Direction
+from convselect.base.problem import DTYPE_NAMES, ConvProblem, Direction, pair
+from convselect.base.volumes import triple
 from convselect.base.warnings import warn_once
 from convselect.choice.choose import NATIVE
 from convselect.eager.resolve import choice_for
@@ -47,15 +42,30 @@ from convselect.kernels.pool import BY_NAME
 ops.register_flop_formulas()
 # What runs between two graphs is not to be traced either: dynamo would spend seconds on each function of ours, and 2.14
 # fails on our autograd functions.
-_UNTRACED = ("choice", "eager", "kernels", "machine", "measure", "model", "store", "aten.autograd", "aten.strides")
+_UNTRACED = (
+    "choice",
+    "eager",
+    "kernels",
+    "machine",
+    "measure",
+    "model",
+    "store",
+    "aten.autograd",
+    "aten.strides",
+    "aten.volumes",
+)
 for _module in list(sys.modules):
     if _module.startswith(tuple(f"convselect.{room}" for room in _UNTRACED)):
         trace_rules.add(_module)
 
 # ("native",); ("refused", why); ("unknown", why), of a policy's name; or ("operator", the dtype to cast to or None,
-# stride, padding per side, dilation, groups, the three names, settings).
+# the operator's geometry, the three names, settings).
 Verdict = tuple[Any, ...]
 _NATIVE: Verdict = ("native",)
+# Dimensions, and whether transposed; aten's function; and our operator: that of two dimensions for one.
+_KINDS = {f"conv{way}{n}d": (n, bool(way)) for n in (1, 2, 3) for way in ("", "_transpose")}
+_ATEN: dict[str, Any] = {kind: getattr(torch, kind) for kind in _KINDS}
+_OURS: dict[str, Any] = {kind: ops.OPERATORS[kind.replace("1d", "2d")] for kind in _KINDS}
 LEAST_GAIN = 1.6
 """Predicted times faster than native from which an operator of ours is put into a graph. It has to make up for what
 Inductor does for native convolutions only: fusing what follows, and one layout for all. In MobileNetV2 and ConvNeXt-T,
@@ -64,62 +74,43 @@ and U-Net, whose layers are predicted at 1.7 to 2.7, at 1.8 and 2.2 (`python -m 
 _seen = threading.local()
 
 
-def conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, policy: Any) -> Tensor:
-    """As `dispatch.conv2d`. Dynamo traces this; an export that runs the code on fake tensors calls it."""
+def call(kind: str, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Any, policy: Any) -> Tensor:
+    """As the eager function of this name. Dynamo traces this; an export that runs the code on fake tensors calls it."""
     if torch.compiler.is_dynamo_compiling():
         comptime(_look)
         found = _verdict()
     else:
-        found = verdict(x, weight, bias, geometry, policy)
-    return _carried_out(found, x, weight, bias, geometry)
-
-
-def conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, policy: Any) -> Tensor:
-    """As `conv2d`, for one dimension: an operator of ours computes an image of one row."""
-    if torch.compiler.is_dynamo_compiling():
-        comptime(_look_1d)
-        found = _verdict()
-    else:
-        found = verdict(x, weight, bias, geometry, policy, dimensions=1)
+        found = verdict(x, weight, bias, geometry, policy, kind=kind)
     if found[0] == "native":
-        return torch.conv1d(x, weight, bias, *geometry)
-    unbatched = x.dim() == 2
-    if unbatched:
-        x = x.unsqueeze(0)
-    y = _carried_out(found, x.contiguous().unsqueeze(2), weight.unsqueeze(2), bias, geometry).squeeze(2)
-    return y.squeeze(0) if unbatched else y
-
-
-def left_to_aten(native: Any, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Any, policy: Any) -> Tensor:
-    """A transposed or 3-D convolution, which no operator of ours computes: aten's; a named algorithm is refused."""
-    if torch.compiler.is_dynamo_compiling():
-        comptime(_look_at_policy)
-        found = _verdict()
-    else:
-        found = _left_to_pytorch(_in_force(policy), _LEFT)
+        return _ATEN[kind](x, weight, bias, *geometry)  # type: ignore[no-any-return]
     if found[0] == "refused":
         raise NotApplicable(found[1])
-    return native(x, weight, bias, *geometry)  # type: ignore[no-any-return]
+    if found[0] == "unknown":
+        raise ValueError(found[1])
+    _, cast, numbers, names, settings = found
+    dimensions, _ = _KINDS[kind]
+    unbatched = x.dim() == dimensions + 1
+    if unbatched:
+        x = x.unsqueeze(0)
+    if dimensions == 1:  # an image of one row, in memory as aten takes it
+        x, weight = x.contiguous().unsqueeze(2), weight.unsqueeze(2)
+    if cast is not None:
+        x, weight = cast_like_autocast(x, cast), cast_like_autocast(weight, cast)
+        bias = None if bias is None else cast_like_autocast(bias, cast)
+    y = _OURS[kind](x, weight, bias, *numbers, *names, settings)
+    if dimensions == 1:
+        y = y.squeeze(2)
+    return y.squeeze(0) if unbatched else y  # type: ignore[no-any-return]
 
 
-_LEFT = "transposed and 3-D convolutions inside a compiled graph"
-
-
-def _look_at_policy(context: Any) -> None:
-    _seen.verdict = _left_to_pytorch(_in_force(context.get_local("policy").as_python_constant()), _LEFT)
-
-
-def _look_1d(context: Any) -> None:
-    _look(context, dimensions=1)
-
-
-def _look(context: Any, dimensions: int = 2) -> None:
+def _look(context: Any) -> None:
     """Note the verdict for the call that dynamo is tracing."""
     _seen.verdict = _NATIVE
     try:
         x, weight = context.get_local("x").as_fake(), context.get_local("weight").as_fake()
         bias = None if _is_none(context.get_local("bias")) else context.get_local("bias").as_fake()
         policy = context.get_local("policy").as_python_constant()
+        kind = context.get_local("kind").as_python_constant()
     except Exception:
         return  # no tensors: what is wrong with that is for aten to say
     try:
@@ -127,7 +118,7 @@ def _look(context: Any, dimensions: int = 2) -> None:
     except Exception:
         _seen.verdict = _left_to_pytorch(_in_force(policy), "strides and paddings of symbolic size")
         return
-    _seen.verdict = verdict(x, weight, bias, geometry, policy, dimensions=dimensions)
+    _seen.verdict = verdict(x, weight, bias, geometry, policy, kind=kind)
 
 
 def _is_none(variable: Any) -> bool:
@@ -162,28 +153,10 @@ def _settled() -> bool:
 _settled = torch.compiler.assume_constant_result(_settled)
 
 
-def _carried_out(verdict: Verdict, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
-    if verdict[0] == "native":
-        return torch.conv2d(x, weight, bias, *geometry)
-    if verdict[0] == "refused":
-        raise NotApplicable(verdict[1])
-    if verdict[0] == "unknown":
-        raise ValueError(verdict[1])
-    _, cast, stride, padding, dilation, groups, names, settings = verdict
-    if cast is not None:
-        x, weight = cast_like_autocast(x, cast), cast_like_autocast(weight, cast)
-        bias = None if bias is None else cast_like_autocast(bias, cast)
-    unbatched = x.dim() == 3
-    if unbatched:
-        x = x.unsqueeze(0)
-    y = ops.conv2d(x, weight, bias, stride, padding, dilation, groups, *names, settings)
-    return y.squeeze(0) if unbatched else y  # type: ignore[no-any-return]
-
-
 # ---- the verdict ----------------------------------------------------------------------------------------------------
 
 
-def verdict(x: Any, weight: Any, bias: Any, geometry: Geometry, policy: str | None, *, dimensions: int = 2) -> Verdict:
+def verdict(x: Any, weight: Any, bias: Any, geometry: Any, policy: str | None, *, kind: str) -> Verdict:
     """What this call becomes; reads sizes, strides, dtypes and who requires a gradient, and guards on nothing."""
     settings = _in_force(policy)
     if settings.policy == NATIVE and not settings.batch_invariant:
@@ -207,18 +180,18 @@ def verdict(x: Any, weight: Any, bias: Any, geometry: Geometry, policy: str | No
             torch.empty_strided(size, strides, dtype=t.dtype, device=t.device)
             for t, (size, strides, _) in zip(tensors, numbers, strict=True)
         ]
-        if dimensions == 1:
+        if _KINDS[kind][0] == 1:
             raised = one_row(stand_ins[0], stand_ins[1], geometry)
             if raised is None:
                 return _NATIVE
             stand_ins[:2], geometry = raised[:2], raised[2]
-        answer = _of_stand_ins(stand_ins, needs, geometry, settings, dynamic=dynamic)
+        answer = _of_stand_ins(kind, stand_ins, needs, geometry, settings, dynamic=dynamic)
     if answer[0] == "operator" and torch.compiler.is_exporting() and policy is None and not _settings.in_use():
         warn_once(
             "export",
-            "an exported program has the operator convselect::conv2d where that is expected to be faster. It needs "
-            "`import convselect`, and quantisation of exported programs, converters and other runtimes look for "
-            'aten.conv2d: for those, export under convselect.use("native"). To have it without this warning, export '
+            f"an exported program has the operator {_OURS[kind]._schema.name} where that is expected to be faster. It "
+            "needs `import convselect`, and quantisation of exported programs, converters and other runtimes look for "
+            f'aten.{kind}: for those, export under convselect.use("native"). To have it without this warning, export '
             'under convselect.use("auto").',
         )
     return answer
@@ -256,27 +229,32 @@ def _hint(n: Any) -> int | None:
 
 
 def _of_stand_ins(
+    kind: str,
     stand_ins: Sequence[Tensor],
     needs: Sequence[bool],
-    geometry: Geometry,
+    geometry: Any,
     settings: _settings.Settings,
     *,
     dynamic: bool,
 ) -> Verdict:
     x, weight, *rest = stand_ins
     bias = rest[0] if rest else None
-    if x.dim() == 3 and weight.dim() == 4:
+    dimensions, transposed = _KINDS[kind]
+    if x.dim() == dimensions + 1 and weight.dim() == dimensions + 2:
         x = x.unsqueeze(0)
     cast = autocast_dtype(x)
     if cast:
         x, weight = cast_like_autocast(x, cast), cast_like_autocast(weight, cast)
+    problem_of, gradients_of = OF[dimensions == 3, transposed]
     problem = problem_of(x, weight, geometry)
     if problem is None or not valid(problem, x, weight, bias, geometry, cast=bool(cast)):
         if x.dtype not in DTYPE_NAMES and settings.policy in BY_NAME:
             return ("refused", f"{settings.policy} cannot do this convolution: it computes floats, not {x.dtype}")
         return _NATIVE
+    for t, need in zip((x, weight), needs, strict=False):
+        t.requires_grad_(need)
     try:
-        names = _names(problem, x, weight, needs, settings)
+        names = _names(problem, gradients_of(x, weight, problem), settings)
     except NotApplicable as refusal:
         return ("refused", str(refusal))
     except ValueError as error:
@@ -286,22 +264,37 @@ def _of_stand_ins(
     # Left to the run, which alone knows the images.
     if dynamic or settings.batch_invariant:
         names = ("", "", "")
-    sides = (problem.pad_top, problem.pad_bottom, problem.pad_left, problem.pad_right)
     to = cast if isinstance(cast, torch.dtype) else None
-    return ("operator", to, problem.stride, sides, problem.dilation, problem.groups, names, str(settings))
+    return ("operator", to, _numbers_of(kind, x, weight, problem, geometry), names, str(settings))
+
+
+def _numbers_of(kind: str, x: Tensor, weight: Tensor, problem: ConvProblem, geometry: Any) -> tuple[Any, ...]:
+    """The geometry of a call as its operator takes it."""
+    dimensions, transposed = _KINDS[kind]
+    if transposed:
+        each = triple if dimensions == 3 else pair
+        stride, padding, more, groups, dilation = geometry
+        return (each(stride), each(padding), each(dilation), groups, each(more))
+    p = problem
+    if dimensions == 3:
+        p = volume_of(x, weight, geometry) or p  # which `problem` may be an image of
+    sides = (p.pad_top, p.pad_bottom, p.pad_left, p.pad_right)
+    if dimensions < 3:
+        return (p.stride, sides, p.dilation, p.groups)
+    return ((p.stride_d, *p.stride), (p.pad_front, p.pad_back, *sides), (p.dil_d, *p.dilation), p.groups)
 
 
 def _names(
-    problem: ConvProblem, x: Tensor, weight: Tensor, needs: Sequence[bool], settings: _settings.Settings
+    problem: ConvProblem, gradients: Sequence[ConvProblem], settings: _settings.Settings
 ) -> tuple[str, str, str]:
-    """The algorithms of the forward and of each backward direction; native for gradients that nobody needs."""
+    """The algorithms of the call and of each of its gradients; native for those that nobody needs."""
     forward = _name(problem, settings)
     grad_input = grad_weight = NATIVE
-    if needs[0]:
-        expected = problem._replace(direction=Direction.BACKWARD_DATA, layout=y_layout(x, weight, problem))
-        grad_input = _name(expected, settings)
-    if needs[1]:
-        grad_weight = _name(problem.with_direction(Direction.BACKWARD_WEIGHT), settings)
+    for gradient in gradients:
+        if gradient.direction == Direction.BACKWARD_WEIGHT:
+            grad_weight = _name(gradient, settings)
+        else:
+            grad_input = _name(gradient, settings)
     return forward, grad_input, grad_weight
 
 
@@ -312,4 +305,4 @@ def _name(problem: ConvProblem, settings: _settings.Settings) -> str:
     return NATIVE if too_little else choice.algorithm
 
 
-__all__ = ["conv2d", "verdict"]
+__all__ = ["call", "verdict"]
