@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 from fake_model import FakePredictor, use_fake
+from kinds import CONV3D, TRANSPOSED2D
 from pairs import pairwise
 from problems import arranged, operands_of, random_operands
 from torch import nn
@@ -323,6 +324,22 @@ def test_compiled(monkeypatch, policy, dynamic):
             check(compiled, x)
             with torch.no_grad():
                 assert torch.equal(compiled(x), layer(x))
+    torch._dynamo.reset()
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("kind", [TRANSPOSED2D, CONV3D], ids=str)
+def test_other_kinds_compiled(monkeypatch, kind):
+    use_fake(monkeypatch, "winograd4", "direct")
+    torch._dynamo.reset()
+    layer = kind.selected(16, 16, 3, padding=1)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    x = kind.x(3, 16, size=9)
+    with use("auto", batch_invariant=True), torch.no_grad():
+        y = compiled(x)
+        assert torch.equal(y, layer(x))
+        for n in range(3):
+            assert torch.equal(y[n : n + 1], compiled(x[n : n + 1]))
     torch._dynamo.reset()
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from _parity import bound, favouring
 from fake_model import use_fake
+from kinds import CONV2D, CONV3D, TRANSPOSED1D, TRANSPOSED2D, TRANSPOSED3D
 from pairs import pairwise
 from problems import relative_error
 from test_ops import ran
@@ -55,6 +56,39 @@ def tiny() -> nn.Sequential:
         nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, (3, 4), padding="same"),
         nn.ReLU(), nn.Conv2d(8, 6, 1, bias=False), nn.Conv2d(6, 4, 3, padding=1, padding_mode="reflect", groups=2),
     )  # fmt: skip
+
+
+def decoder() -> nn.Sequential:
+    """Transposed layers: doubling, with an output padding, grouped, of rows in between."""
+    return nn.Sequential(
+        nn.ConvTranspose2d(3, 8, 2, 2), nn.BatchNorm2d(8), nn.ReLU(), nn.ConvTranspose2d(8, 4, 3, 2, 1, 1, bias=False),
+        nn.Flatten(2), nn.ConvTranspose1d(4, 6, 4, 2, 1), nn.ReLU(), nn.ConvTranspose1d(6, 4, 3, groups=2),
+    )  # fmt: skip
+
+
+def volumes() -> nn.Sequential:
+    """Of volumes: 3x3x3, along the depth, uneven padding, transposed."""
+    return nn.Sequential(
+        nn.Conv3d(3, 8, 3, padding=1), nn.BatchNorm3d(8), nn.ReLU(), nn.Conv3d(8, 6, (3, 1, 1), padding=(1, 0, 0)),
+        nn.Conv3d(6, 6, (2, 3, 1), padding="same", bias=False), nn.ReLU(), nn.ConvTranspose3d(6, 4, 2, 2),
+    )  # fmt: skip
+
+
+NETS = {"images": (tiny, (3, 9, 8)), "decoder": (decoder, (3, 5, 6)), "volumes": (volumes, (3, 4, 5, 6))}
+every_net = pytest.mark.parametrize("net", NETS)
+
+
+def stock_and_input(net: str, batch: int = 2) -> tuple[nn.Sequential, Tensor]:
+    make, shape = NETS[net]
+    return make(), torch.randn(batch, *shape)
+
+
+def operators_of(model: nn.Module) -> list[str]:
+    """What its layers are in a graph, if none is native."""
+    names = [type(m).__name__ for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd)]
+    found = {f"Conv{n}d": f"conv{max(n, 2)}d" for n in (1, 2, 3)}
+    found |= {f"ConvTranspose{n}d": f"conv_transpose{max(n, 2)}d" for n in (1, 2, 3)}
+    return [f"convselect.{found[name]}.default" for name in names]
 
 
 def converted(model: nn.Module, policy: str | None = None) -> nn.Module:
@@ -101,10 +135,11 @@ def assert_close(got: tuple[Tensor, list[Tensor]], want: tuple[Tensor, list[Tens
 # ---- what the graph holds -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-def test_a_native_choice_is_the_graph_of_conv2d(dynamic):
-    x = torch.randn(2, 3, 9, 8)
-    stock = tiny()
+@pytest.mark.parametrize(
+    ("net", "dynamic"), [("images", False), ("images", True), ("decoder", True), ("volumes", False)]
+)
+def test_a_native_choice_is_the_graph_of_conv2d(net, dynamic):
+    stock, x = stock_and_input(net)
     graphs = []
     for model in (stock, converted(stock)):
         torch._dynamo.reset()
@@ -116,7 +151,7 @@ def test_a_native_choice_is_the_graph_of_conv2d(dynamic):
                 compiled(x)
         graphs.append(seen)
     assert graphs[0] == graphs[1]
-    assert graphs[1]["forward"] == graphs[1]["inference"] == [ATEN] * 4
+    assert graphs[1]["forward"] == graphs[1]["inference"] == [ATEN] * len(operators_of(stock))
     with favouring("im2col_gemm"), convselect.use("native"):
         torch._dynamo.reset()
         backend, seen = recorder()
@@ -125,28 +160,31 @@ def test_a_native_choice_is_the_graph_of_conv2d(dynamic):
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize(("gain", "name"), [(1.55, ATEN), (1.65, OURS)])
-def test_small_gains_are_left_to_the_compiler(gain, name, dynamic, monkeypatch):
+@pytest.mark.parametrize("gain", [1.55, 1.65])
+@pytest.mark.parametrize("kind", [CONV2D, TRANSPOSED2D, CONV3D], ids=str)
+def test_small_gains_are_left_to_the_compiler(kind, gain, dynamic, monkeypatch):
     """It fuses native convolutions with what follows; an eager call takes them all the same."""
     use_fake(monkeypatch, "im2col_gemm", gain=gain)
-    layer, x = SelectedConv2d(3, 4, 3), torch.randn(2, 3, 8, 8)
+    layer, x = kind.selected(3, 4, 3), kind.x(2, 3)
     backend, seen = recorder()
     with torch.no_grad():
         torch.compile(layer, backend=backend, fullgraph=True, dynamic=dynamic)(x)
-    assert seen["inference"] == [name]
+    assert seen["inference"] == ([ATEN] if gain < 1.6 else [f"convselect.{kind}.default"])
     assert convselect.explain(layer, x).rows[0].algorithm == "im2col_gemm"
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-def test_each_direction_is_chosen_by_itself(dynamic, monkeypatch):
+@pytest.mark.parametrize("kind", [CONV2D, TRANSPOSED2D, CONV3D, TRANSPOSED3D], ids=str)
+def test_each_direction_is_chosen_by_itself(kind, dynamic, monkeypatch):
     """A forward or a backward direction that is native is aten's operator, whatever the others are."""
-    layer = SelectedConv2d(4, 4, 3, padding=1)
-    x = torch.randn(2, 4, 8, 8)
-    forward, backward = ["convselect.conv2d.default"], "aten.convolution_backward.default"
-    grads = {
-        Direction.BACKWARD_DATA: "convselect.conv2d_grad_input.default",
-        Direction.BACKWARD_WEIGHT: "convselect.conv2d_grad_weight.default",
-    }
+    layer = kind.selected(4, 4, 3, padding=1)
+    x = kind.x(2, 4, size=6)
+    forward, backward = [f"convselect.{kind}.default"], "aten.convolution_backward.default"
+    # In its problem a transposed convolution is a grad-input, and its own grad-input a forward.
+    itself, of_input, of_weight = Direction
+    if kind.transposed:
+        itself, of_input = of_input, itself
+    grads = {of_input: f"convselect.{kind}_grad_input.default", of_weight: f"convselect.{kind}_grad_weight.default"}
     for away in Direction:
 
         class OneDirection:
@@ -165,7 +203,7 @@ def test_each_direction_is_chosen_by_itself(dynamic, monkeypatch):
         torch._dynamo.reset()
         convselect.clear()
         monkeypatch.setattr(convselect.model.loaded, "get", OneDirection)
-        want = step(nn.Conv2d.forward.__get__(layer), x, list(layer.parameters()))
+        want = step(kind.stock.forward.__get__(layer), x, list(layer.parameters()))
         backend, seen = recorder()
         compiled = torch.compile(layer, backend=backend, fullgraph=True, dynamic=dynamic)
         got = step(compiled, x, list(layer.parameters()))
@@ -173,7 +211,7 @@ def test_each_direction_is_chosen_by_itself(dynamic, monkeypatch):
         if dynamic:  # the operators choose when they run
             assert seen["forward"] == forward
             assert seen["backward"] == [*grads.values()]
-        elif away == Direction.FORWARD:
+        elif away == itself:
             assert (seen["forward"], seen["backward"]) == (forward, [backward])
         else:
             assert seen["forward"] == [ATEN]
@@ -222,10 +260,11 @@ def test_settings_count_as_they_stand_while_tracing(monkeypatch):
         assert [name for name, _ in found[-2:]] == ["im2col_gemm", "winograd4"]
 
 
-def test_dynamic_shapes_choose_at_run_time_within_the_settings_of_the_trace(monkeypatch):
+@pytest.mark.parametrize("kind", [CONV2D, TRANSPOSED1D, TRANSPOSED2D, CONV3D], ids=str)
+def test_dynamic_shapes_choose_at_run_time_within_the_settings_of_the_trace(kind, monkeypatch):
     from convselect.graph import run
 
-    model = converted(nn.Sequential(nn.Conv2d(3, 4, 3, padding=1)))
+    model = converted(nn.Sequential(kind.stock(3, 4, 3, padding=1)))
     asked = []
     original = run.choice_for
     monkeypatch.setattr(
@@ -234,9 +273,9 @@ def test_dynamic_shapes_choose_at_run_time_within_the_settings_of_the_trace(monk
     with favouring("im2col_gemm"), torch.no_grad():
         compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=True)
         with convselect.use(precision="fast", workspace_bytes=2**27):
-            compiled(torch.randn(2, 3, 8, 8))
-        compiled(torch.randn(5, 3, 8, 8))
-        compiled(torch.randn(5, 3, 8, 8))
+            compiled(kind.x(2, 3))
+        for x in (kind.x(5, 3), kind.x(5, 3)):
+            assert_close((compiled(x), [x]), (kind.stock.forward(model[0], x), [x]), bound(x.dtype, "im2col_gemm"))
     assert asked == [(2, "fast", 2**27), (5, "fast", 2**27)]
 
 
@@ -257,6 +296,25 @@ def test_forced_policies_refuse_while_tracing(strict):
     whole = SelectedConv2d(3, 4, 3, policy="winograd2").to(torch.complex64)
     with pytest.raises((NotApplicable, torch._dynamo.exc.Unsupported), match="computes floats"):
         torch.export.export(whole, (x.to(torch.complex64),), strict=strict)
+
+
+def test_forced_policies_refuse_other_kinds_too():
+    """What no algorithm of this name does for volumes or for transposed convolutions, by its own sentence."""
+    cases = (
+        (CONV3D, {}, "fft", "needs images"), (TRANSPOSED2D, {"stride": 2}, "winograd2", "at stride 2"),
+        (TRANSPOSED1D, {}, "depthwise", "depthwise"),
+    )  # fmt: skip
+    for kind, arguments, policy, reason in cases:
+        torch._dynamo.reset()
+        layer = kind.selected(3, 4, 5, policy=policy, **arguments)
+        with pytest.raises(RuntimeError, match=f"{policy} cannot do this convolution.*{reason}"):
+            torch.compile(layer, backend="eager", fullgraph=True)(kind.x(1, 3))
+    for kind in (CONV3D, TRANSPOSED2D):  # what is symbolic is PyTorch's, unless an algorithm is asked for
+        torch._dynamo.reset()
+        weight = kind.selected(3, 3, 3).weight.detach()
+        function = lambda x, n, k=kind, w=weight: k.ours(x, w, padding=(n,) * k.dimensions, policy="im2col_gemm")  # noqa: E731
+        with pytest.raises(RuntimeError, match="strides and paddings of symbolic size are left to PyTorch"):
+            torch.compile(function, backend="eager", fullgraph=True, dynamic=True)(kind.x(1, 3), 2)
 
 
 def test_unknown_policies_are_named_while_tracing():
@@ -359,13 +417,16 @@ def test_networks_have_as_many_graphs_as_conv2d(name, dynamic):
 @pairwise(
     {
         "favourite": ["im2col_gemm", "native_channels_last", "winograd2"],
-        "layout": {"nchw": torch.contiguous_format, "nhwc": torch.channels_last},
+        "layout": ["nchw", "nhwc"],
         "backend": ["eager", "aot_eager"],
+        "net": list(NETS),
     }
 )
-def test_layouts_and_backends(backend, layout, favourite):
-    stock = tiny().to(memory_format=layout)
-    x = torch.randn(2, 3, 9, 8).contiguous(memory_format=layout)
+def test_layouts_and_backends(net, backend, layout, favourite):
+    stock, x = stock_and_input(net)
+    if layout == "nhwc":
+        memory_format = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
+        stock, x = stock.to(memory_format=memory_format), x.contiguous(memory_format=memory_format)
     with favouring(favourite):
         model = converted(stock)
         compiled = torch.compile(model, backend=backend, fullgraph=True)
@@ -374,10 +435,14 @@ def test_layouts_and_backends(backend, layout, favourite):
             assert_close(step(compiled, batch, list(model.parameters())), want, 4 * bound(x.dtype, favourite))
 
 
-def test_as_many_graphs_and_recompilations_as_conv2d():
-    stock = tiny().eval()
-    x = torch.randn(4, 3, 9, 8)
-    batches = [x, x[:3], x[:2], x.contiguous(memory_format=torch.channels_last), x[..., :7], x.requires_grad_()]
+@every_net
+def test_as_many_graphs_and_recompilations_as_conv2d(net):
+    stock, x = stock_and_input(net, 4)
+    stock.eval()
+    nhwc = x.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
+    batches = [x, x[:3], x[:2], nhwc, x[..., :5], x.requires_grad_()]
+    if net != "images":
+        batches = batches[:4]  # what guards look at is the same for all kinds
     counts = {}
     with favouring("im2col_gemm"):
         for name, model in (("stock", stock), ("converted", converted(stock))):
@@ -392,15 +457,19 @@ def test_as_many_graphs_and_recompilations_as_conv2d():
     assert counts["converted"] == counts["stock"] > 1
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_autocast_and_unbatched_inputs(backend):
-    stock = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 4, 3, padding="same"))
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [(CONV2D, "eager"), *((k, "aot_eager") for k in (CONV2D, TRANSPOSED1D, TRANSPOSED2D, CONV3D))],
+    ids=str,
+)
+def test_autocast_and_unbatched_inputs(kind, backend):
+    stock = nn.Sequential(kind.stock(3, 8, 3, padding=1), kind.stock(8, 4, 3, padding=1 if kind.transposed else "same"))
     for dtype in (torch.bfloat16, torch.float16):
         torch._dynamo.reset()
         with favouring("im2col_gemm"), torch.autocast("cpu", dtype=dtype):
             model = converted(stock)
             compiled = torch.compile(model, backend=backend, fullgraph=True)
-            for x in (torch.randn(2, 3, 8, 8), torch.randn(3, 8, 8)):
+            for x in (kind.x(2, 3, size=6), kind.x(3, size=6)):
                 want = step(stock, x, list(stock.parameters()))
                 got = step(compiled, x, list(model.parameters()))
                 assert got[0].dtype == want[0].dtype == dtype
@@ -496,22 +565,29 @@ def test_sizes_without_a_hint_are_native():
 # ---- export ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strict", [False, True], ids=["not strict", "strict"])
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-def test_export_saves_loads_and_runs(tmp_path, dynamic, strict):
-    stock = tiny().eval()
-    x = torch.randn(2, 3, 9, 8)
+@pairwise(
+    {
+        "strict": {"not strict": False, "strict": True},
+        "dynamic": {"static": False, "dynamic": True},
+        "net": list(NETS),
+    }
+)
+def test_export_saves_loads_and_runs(tmp_path, net, dynamic, strict):
+    stock, x = stock_and_input(net)
+    stock.eval()
     batch = torch.export.Dim("batch", min=1, max=64)
     with favouring("im2col_gemm"):
         program = torch.export.export(
             converted(stock), (x,), strict=strict, dynamic_shapes=({0: batch},) if dynamic else None
         )
-        nodes = [n for n in program.graph.nodes if str(n.target) == OURS]
-        assert len(nodes) == 4
-        assert {n.args[7] if len(n.args) > 7 else "" for n in nodes} == {"" if dynamic else "im2col_gemm"}
+        nodes = [n for n in program.graph.nodes if str(n.target).startswith("convselect.")]
+        assert [str(n.target) for n in nodes] == operators_of(stock)
+        places = [8 if "transpose" in str(n.target) else 7 for n in nodes]
+        names = {n.args[i] if len(n.args) > i else "" for n, i in zip(nodes, places, strict=True)}
+        assert names == {"" if dynamic else "im2col_gemm"}
         torch.export.save(program, tmp_path / "model.pt2")
         loaded = torch.export.load(tmp_path / "model.pt2").module()
-        for given in (x, torch.randn(5, 3, 9, 8)) if dynamic else (x,):
+        for given in (x, torch.randn(5, *x.shape[1:])) if dynamic else (x,):
             torch.testing.assert_close(loaded(given), stock(given), rtol=1e-4, atol=1e-5)
         decomposed = program.run_decompositions().module()
         torch.testing.assert_close(decomposed(x), stock(x), rtol=1e-4, atol=1e-5)
@@ -547,10 +623,11 @@ def test_onnx_gets_atens_operators(monkeypatch):
             torch.export.export(model, (x,))
 
 
-def test_an_exported_model_may_be_trained():
+@pytest.mark.parametrize("kind", [CONV2D, TRANSPOSED2D, CONV3D], ids=str)
+def test_an_exported_model_may_be_trained(kind):
     """The backward choices are those of the run."""
-    stock = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3))
-    x = torch.randn(2, 3, 8, 8)
+    stock = nn.Sequential(kind.stock(3, 4, 3, padding=1), nn.ReLU(), kind.stock(4, 4, 3))
+    x = kind.x(2, 3)
     with favouring("im2col_gemm"):
         program = torch.export.export(converted(stock), (x,)).module()
         got = step(program, x, list(program.parameters()))
@@ -586,6 +663,23 @@ def test_inductor(dynamic):
                 assert got[0].stride() == want[0].stride()
                 for g, w in zip(got[1], want[1], strict=True):
                     torch.testing.assert_close(g, w, rtol=1e-3, atol=1e-5)
+
+
+@needs_compiler
+@pytest.mark.timeout(600)
+def test_inductor_with_other_kinds():
+    """A step through transposed layers and volumes, whose layouts Inductor moves as well."""
+    images = nn.Sequential(nn.ConvTranspose2d(3, 8, 2, 2), nn.ReLU(), nn.ConvTranspose2d(8, 4, 3, 2, 1, 1))
+    behind = nn.Sequential(nn.Conv3d(2, 4, (2, 3, 3), padding=(1, 1, 1)), nn.ReLU(), nn.Conv3d(4, 3, (3, 1, 1)))
+    stock = nn.Sequential(images.to(memory_format=torch.channels_last), nn.Unflatten(1, (2, 2)), behind)
+    x = torch.randn(2, 3, 5, 6).contiguous(memory_format=torch.channels_last)
+    with favouring("im2col_gemm"):
+        model = converted(stock)
+        got = step(torch.compile(model, fullgraph=True), x, list(model.parameters()))
+        want = step(stock, x, list(stock.parameters()))
+        assert relative_error(got[0], want[0]) <= 4 * bound(x.dtype, "im2col_gemm")
+        for g, w in zip(got[1], want[1], strict=True):
+            torch.testing.assert_close(g, w, rtol=1e-3, atol=1e-5)
 
 
 @needs_compiler

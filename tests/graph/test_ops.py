@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from _parity import assert_same, bound
-from problems import PROBLEMS, random_operands
+from problems import PROBLEMS, VOLUMES, random_operands
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
@@ -16,67 +16,134 @@ import convselect
 from convselect.base import settings as settings_file
 from convselect.base import warnings
 from convselect.base.problem import ConvProblem, Direction, conv_problem
+from convselect.base.volumes import image_of, volume_problem
 from convselect.graph import ops
+from convselect.kernels import _native_ops, _native_volumes
 from convselect.kernels._contract import NotApplicable
 from convselect.kernels.pool import BY_NAME
 
 LAYOUTS = ("contiguous", "channels_last", "transposed")
 AUTO = "{}"  # all at their defaults
-# One problem for each algorithm that it applies to in all three directions.
-ALGORITHMS = {
-    "native": "3x3", "native_channels_last": "stride 2", "native_contiguous": "groups 2", "im2col_gemm": "stride 2",
-    "winograd2": "3x3 uneven padding", "winograd4": "3x3 odd image", "winograd6": "3x3 many channels", "fft": "9x9",
-    "fft_tiled": "31x31", "depthwise": "depthwise 7x7", "direct": "stem 7x7 stride 2",
-    "grouped": "groups, few channels", "patches": "patch with a rest",
-}  # fmt: skip
+FAMILIES = {family.name: family for family in ops.FAMILIES}
+CONV2D = FAMILIES["conv2d"]
+every_family = pytest.mark.parametrize("family", ops.FAMILIES, ids=lambda family: family.name)
+
+
+def output_padding(p: ConvProblem, family: ops.Family) -> tuple[int, ...]:
+    """Of the transposed convolution that maps the problem's y to its x."""
+    return (_native_volumes if family.dimensions == 3 else _native_ops).output_padding(p)
+
+
+def has_transposed(p: ConvProblem, family: ops.Family) -> bool:
+    steps = (p.stride_d, *p.stride)[-family.dimensions :]
+    return p.symmetric_padding and all(m < s for m, s in zip(output_padding(p, family), steps, strict=True))
+
+
+def problems_of(family: ops.Family) -> dict[str, ConvProblem]:
+    problems = VOLUMES if family.dimensions == 3 else PROBLEMS
+    return {n: p for n, p in problems.items() if not family.transposed or has_transposed(p, family)}
+
+
+# One problem for each algorithm that it applies to in all three directions, and some for the other kinds.
+ALGORITHMS = [
+    *(("conv2d", algorithm, name) for algorithm, name in {
+        "native": "3x3", "native_channels_last": "stride 2", "native_contiguous": "groups 2",
+        "im2col_gemm": "stride 2", "winograd2": "3x3 uneven padding", "winograd4": "3x3 odd image",
+        "winograd6": "3x3 many channels", "fft": "9x9", "fft_tiled": "31x31", "depthwise": "depthwise 7x7",
+        "direct": "stem 7x7 stride 2", "grouped": "groups, few channels", "patches": "patch with a rest",
+    }.items()),
+    ("conv_transpose2d", "winograd4", "3x3 odd image"),
+    ("conv_transpose2d", "direct", "4x4 stride 2"),
+    ("conv_transpose2d", "patches", "patch with a rest"),
+    ("conv3d", "winograd4", "3x3x3 many channels"),
+    ("conv3d", "depthwise", "depthwise 3x3x3"),
+    ("conv3d", "direct", "stem 7x7x7 stride 2"),
+    ("conv3d", "winograd4", "3x1x1"),
+    ("conv_transpose3d", "direct", "2x2x2 stride 2"),
+    ("conv_transpose3d", "winograd4", "3x3x3"),
+]  # fmt: skip
 CHEAP = ("test_schema", "test_autograd_registration", "test_faketensor")
 
 
-def geometry(p: ConvProblem) -> tuple[list[int], list[int], list[int], int]:
-    return [*p.stride], [p.pad_top, p.pad_bottom, p.pad_left, p.pad_right], [*p.dilation], p.groups
+def geometry(p: ConvProblem, family: ops.Family = CONV2D) -> tuple[object, ...]:
+    n = family.dimensions
+    stride, dilation = [p.stride_d, *p.stride][-n:], [p.dil_d, *p.dilation][-n:]
+    sides = [p.pad_front, p.pad_back, p.pad_top, p.pad_bottom, p.pad_left, p.pad_right][-2 * n :]
+    if family.transposed:
+        return stride, sides[::2], dilation, p.groups, [*output_padding(p, family)]
+    return stride, sides, dilation, p.groups
 
 
 def leaf(t: Tensor) -> Tensor:
     return t.detach().requires_grad_()
 
 
-def calls(p: ConvProblem, layout: str = "contiguous", algorithm: str = "", settings: str = AUTO):
-    """(operator, arguments) for all three, on leaves."""
+def operands_of(p: ConvProblem, layout: str, family: ops.Family) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(input, weight, grad_output, bias); a transposed convolution's input is the problem's grad_y."""
     x, weight, grad_y = random_operands(p, layout)
-    rest = geometry(p)
-    bias = torch.linspace(-1, 1, p.K, dtype=x.dtype)
-    names = (algorithm,) * 3
+    if family.transposed:
+        x, grad_y = grad_y, x
+    return x, weight, grad_y, torch.linspace(-1, 1, grad_y.shape[1], dtype=x.dtype)
+
+
+def calls(
+    p: ConvProblem, layout: str = "contiguous", algorithm: str = "", settings: str = AUTO, family: ops.Family = CONV2D
+):
+    """(operator, arguments) for all three, on leaves."""
+    x, weight, grad_y, bias = operands_of(p, layout, family)
+    rest = geometry(p, family)
+    names, size = (algorithm,) * 3, (weight.shape, weight.stride())
     return [
-        (ops.conv2d, (leaf(x), leaf(weight), leaf(bias), *rest, *names, settings)),
-        (ops.conv2d_grad_input, (leaf(grad_y), leaf(weight), x.shape, x.stride(), *rest, algorithm, settings)),
-        (ops.conv2d_grad_weight, (leaf(x), leaf(grad_y), weight.shape, weight.stride(), *rest, algorithm, settings)),
+        (family.forward, (leaf(x), leaf(weight), leaf(bias), *rest, *names, settings)),
+        (family.grad_input, (leaf(grad_y), leaf(weight), x.shape, x.stride(), *rest, algorithm, settings)),
+        (family.grad_weight, (leaf(x), leaf(grad_y), *size, *rest, algorithm, settings)),
     ]
 
 
-def native(p: ConvProblem, layout: str) -> tuple[Tensor, Tensor, Tensor]:
+def natively(p: ConvProblem, family: ops.Family, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """PyTorch's function of this name."""
+    n = family.dimensions
+    function = getattr(F, family.name)
+    stride, padding, dilation, groups, *more = geometry(p, family)
+    if more:
+        return function(x, weight, bias, stride, padding, more[0], groups, dilation)
+    if p.symmetric_padding:
+        return function(x, weight, bias, stride, padding[::2], dilation, groups)
+    sides = [padding[2 * i + j] for i in reversed(range(n)) for j in (0, 1)]
+    return function(F.pad(x, sides), weight, bias, stride, 0, dilation, groups)
+
+
+def native(p: ConvProblem, layout: str, family: ops.Family = CONV2D) -> tuple[Tensor, Tensor, Tensor]:
     """(y, grad_x, grad_weight) of aten, with the bias and the gradient that `calls` has."""
-    x, weight, grad_y = random_operands(p, layout)
+    x, weight, grad_y, bias = operands_of(p, layout, family)
     x, weight = leaf(x), leaf(weight)
-    padded = F.pad(x, (p.pad_left, p.pad_right, p.pad_top, p.pad_bottom)) if not p.symmetric_padding else x
-    padding = (p.pad_top, p.pad_left) if p.symmetric_padding else (0, 0)
-    bias = torch.linspace(-1, 1, p.K, dtype=x.dtype)
-    y = F.conv2d(padded, weight, bias, p.stride, padding, p.dilation, p.groups)
+    y = natively(p, family, x, weight, bias)
     return y.detach(), *torch.autograd.grad(y, (x, weight), grad_y)
 
 
 # ---- values, strides and opcheck ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", PROBLEMS)
-def test_the_three_directions_are_atens(name, layout):
+EVERY = [
+    *((CONV2D, name, layout) for name in PROBLEMS for layout in LAYOUTS),
+    # Of the others each problem in one layout: what layouts do is the same code.
+    *(
+        (family, name, layout)
+        for family in ops.FAMILIES[1:]
+        for name, layout in zip(problems_of(family), itertools.cycle(LAYOUTS), strict=False)
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "name", "layout"), EVERY, ids=lambda v: getattr(v, "name", v))
+def test_the_three_directions_are_atens(family, name, layout):
     """By the choice of the run, and an algorithm that has other strides of its own; strides of fakes included."""
-    p = PROBLEMS[name]
-    want = native(p, layout)
+    p = problems_of(family)[name]
+    want = native(p, layout, family)
     for algorithm in ("", "native_channels_last"):
-        for (op, arguments), expected in zip(calls(p, layout, algorithm), want, strict=True):
-            if algorithm and any(BY_NAME[algorithm].why_not(p.with_direction(d)) is not None for d in Direction):
-                continue
+        if algorithm and any(BY_NAME[algorithm].why_not(p.with_direction(d)) is not None for d in Direction):
+            continue
+        for (op, arguments), expected in zip(calls(p, layout, algorithm, family=family), want, strict=True):
             with torch.no_grad():
                 got = op(*arguments)
             assert_same(got, expected, bound(got.dtype, "im2col_gemm"), f"{name} {layout} {op}")
@@ -91,32 +158,60 @@ COMPILED = [
 
 @pytest.mark.compile
 @pytest.mark.parametrize(
-    ("name", "layout"),
-    [*(("3x3", layout) for layout in LAYOUTS), *zip(COMPILED, itertools.cycle(LAYOUTS), strict=False)],
+    ("family", "name", "layout"),
+    [
+        *(("conv2d", "3x3", layout) for layout in LAYOUTS),
+        *zip(("conv2d",) * len(COMPILED), COMPILED, itertools.cycle(LAYOUTS), strict=False),
+        ("conv_transpose2d", "stride 2 leaves a rest", "channels_last"),
+        ("conv3d", "3x3x3 uneven padding", "channels_last"),
+        ("conv3d", "3x1x1", "transposed"),
+        ("conv_transpose3d", "3x3x3 stride (1, 2, 2)", "contiguous"),
+    ],
 )
-def test_opcheck(name, layout):
+def test_opcheck(family, name, layout):
     """With AOTDispatcher on symbolic sizes too: gradients compiled and not compiled. The test above has every problem
     in every layout."""
+    family = FAMILIES[family]
     with convselect.use("im2col_gemm"):
-        for op, arguments in calls(PROBLEMS[name], layout, settings=""):
+        for op, arguments in calls(problems_of(family)[name], layout, settings="", family=family):
             torch.library.opcheck(op, arguments)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_opcheck_of_each_algorithm(algorithm):
-    p = PROBLEMS[ALGORITHMS[algorithm]]
+@pytest.mark.parametrize(("family", "algorithm", "name"), ALGORITHMS)
+def test_opcheck_of_each_algorithm(family, algorithm, name):
+    family = FAMILIES[family]
+    p = problems_of(family)[name]
+    image = image_of(p) or p if family.dimensions == 3 else p
     for direction in Direction:
-        assert BY_NAME[algorithm].why_not(p.with_direction(direction)) is None, "choose another problem for it"
+        assert BY_NAME[algorithm].why_not(image.with_direction(direction)) is None, "choose another problem for it"
     for layout in ("contiguous", "channels_last"):
-        for (op, arguments), expected in zip(calls(p, layout, algorithm), native(p, layout), strict=True):
+        wanted = native(p, layout, family)
+        for (op, arguments), expected in zip(calls(p, layout, algorithm, family=family), wanted, strict=True):
             torch.library.opcheck(op, arguments, test_utils=CHEAP)
             assert_same(op(*arguments).detach(), expected, bound(expected.dtype, algorithm), f"{algorithm} {op}")
 
 
 def test_operators_say_what_compilers_ask():
-    for op in (ops.conv2d, ops.conv2d_grad_input, ops.conv2d_grad_weight):
+    for op in (op for f in ops.FAMILIES for op in (f.forward, f.grad_input, f.grad_weight)):
         assert {torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides} <= set(op.tags)
         assert not op._schema.is_mutable
+
+
+def test_programs_exported_before_find_their_operators():
+    """A saved graph holds names and arguments in order; what is added may only come behind, with a default."""
+    shape = "int[2] stride, int[4] padding, int[2] dilation, int groups"
+    assert str(ops.conv2d._schema).startswith(
+        f"convselect::conv2d(Tensor input, Tensor weight, Tensor? bias, {shape}, "
+        'str algorithm="", str grad_input="", str grad_weight="", str settings=""'
+    )
+    assert str(ops.conv2d_grad_input._schema).startswith(
+        "convselect::conv2d_grad_input(Tensor grad_output, Tensor weight, SymInt[4] input_size, SymInt[4] "
+        f'input_stride, {shape}, str algorithm="", str settings=""'
+    )
+    assert str(ops.conv2d_grad_weight._schema).startswith(
+        "convselect::conv2d_grad_weight(Tensor input, Tensor grad_output, SymInt[4] weight_size, SymInt[4] "
+        f'weight_stride, {shape}, str algorithm="", str settings=""'
+    )
 
 
 def test_what_aten_refuses_raises_atens_error():
@@ -128,6 +223,16 @@ def test_what_aten_refuses_raises_atens_error():
         F.conv2d(x, weight, padding=1)
     assert str(ours.value) == str(atens.value)
     assert ops.conv2d(x[:0], weight[:, :1].expand(4, 3, 3, 3), None, *geometry).shape == (0, 4, 8, 8)
+
+
+def test_what_has_no_convolution_the_other_way_round_is_atens():
+    """An output padding of a stride or more, which a dilation allows; and volumes that are no floats."""
+    x, weight = torch.randn(1, 3, 5, 5), torch.randn(3, 4, 2, 2)
+    got = FAMILIES["conv_transpose2d"].forward(x, weight, None, [1, 1], [0, 0], [3, 3], 1, [2, 2], "im2col_gemm")
+    torch.testing.assert_close(got, F.conv_transpose2d(x, weight, dilation=3, output_padding=2))
+    x, weight = torch.ones(1, 2, 3, 3, 3, dtype=torch.int64), torch.ones(4, 2, 2, 2, 2, dtype=torch.int64)
+    got = FAMILIES["conv3d"].forward(x, weight, None, [1] * 3, [0] * 6, [1] * 3, 1)
+    assert torch.equal(got, F.conv3d(x, weight))
 
 
 # ---- choice and fallback --------------------------------------------------------------------------------------------
@@ -148,17 +253,44 @@ def ran(monkeypatch) -> list[tuple[str, Direction]]:
     return found
 
 
-def test_each_direction_runs_what_it_names(monkeypatch):
+SMALL = {
+    "conv2d": P3, "conv_transpose2d": P3, "conv3d": volume_problem(1, 4, 5, 6, 7, 4, 3, 3, 3, padding=1),
+    "conv_transpose3d": volume_problem(1, 4, 5, 6, 7, 4, 3, 3, 3, padding=1),
+}  # fmt: skip
+
+
+@every_family
+def test_each_direction_runs_what_it_names(family, monkeypatch):
     found = ran(monkeypatch)
-    x, weight, _ = random_operands(P3)
+    p, forward = SMALL[family.name], family.forward
+    x, weight, *_ = operands_of(p, "contiguous", family)
     x, weight = leaf(x), leaf(weight)
-    names = ("winograd2", "im2col_gemm", "native_channels_last")
-    ops.conv2d(x, weight, None, *geometry(P3), *names, AUTO).square().sum().backward()
-    assert found == list(zip(names, Direction, strict=True))
+    # In its problem a transposed convolution is a grad-input, and its own grad-input a forward.
+    of_y, of_x, of_weight = Direction
+    if family.transposed:
+        of_y, of_x = of_x, of_y
+    names = ("winograd4", "im2col_gemm", "native_channels_last")
+    forward(x, weight, None, *geometry(p, family), *names, AUTO).square().sum().backward()
+    assert found == list(zip(names, (of_y, of_x, of_weight), strict=True))
     del found[:]
     # A direction that is native is aten's, and a gradient that nobody wants is not computed.
-    ops.conv2d(x, weight.detach(), None, *geometry(P3), "native", "im2col_gemm", "native", AUTO).sum().backward()
-    assert found == [("im2col_gemm", Direction.BACKWARD_DATA)]
+    names = ("native", "im2col_gemm", "native")
+    forward(x, weight.detach(), None, *geometry(p, family), *names, AUTO).sum().backward()
+    assert found == [("im2col_gemm", of_x)]
+
+
+@every_family
+def test_weights_that_count_run_by_direct_sums(family, monkeypatch):
+    """Whatever a graph names: results of such weights are compared with whole numbers."""
+    found = ran(monkeypatch)
+    p = SMALL[family.name]
+    x, weight, *_ = operands_of(p, "contiguous", family)
+    x, ones = x.mul(8).round(), torch.ones_like(weight)
+    y = family.forward(x, ones, None, *geometry(p, family), "winograd4", settings=AUTO)
+    assert torch.equal(y.double(), natively(p, family, x.double(), ones.double(), None))
+    assert "winograd4" not in {name for name, _ in found}
+    family.forward(x, weight, None, *geometry(p, family), "winograd4", settings=AUTO)
+    assert found[-1][0] == "winograd4"
 
 
 def test_settings_of_the_graph_or_of_the_run(monkeypatch):
@@ -237,15 +369,31 @@ GRADIENTS = {
 }
 
 
+OTHER_GRADIENTS = [
+    ("conv_transpose2d", conv_problem(1, 2, 5, 4, 3, 2, 2, stride=(2, 1), padding=1, dtype="float64")),
+    ("conv3d", volume_problem(1, 2, 3, 3, 4, 2, 2, 2, 2, padding=(1, 0, 0, 1, 0, 0), dtype="float64")),
+    ("conv_transpose3d", volume_problem(1, 2, 4, 2, 3, 2, 3, 1, 1, padding=(1, 0, 0), dtype="float64")),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("names", [("im2col_gemm",) * 3, ("native", "im2col_gemm", "native"), ("", "", "")])
-@pytest.mark.parametrize("name", GRADIENTS)
-def test_gradients_of_gradients(name, names):
-    p = GRADIENTS[name]
+@pytest.mark.parametrize(
+    ("family", "p", "names"),
+    [
+        *(
+            ("conv2d", p, names)
+            for p in GRADIENTS.values()
+            for names in (("im2col_gemm",) * 3, ("native", "im2col_gemm", "native"), ("", "", ""))
+        ),
+        *((*one, ("im2col_gemm", "im2col_gemm", "native")) for one in OTHER_GRADIENTS),
+    ],
+)
+def test_gradients_of_gradients(family, p, names):
+    family = FAMILIES[family]
     with convselect.use("im2col_gemm"):
-        (_, forward), *backward = calls(p, settings="")
-        assert gradcheck(lambda *t: ops.conv2d(*t, *geometry(p), *names), forward[:3])
-        assert gradgradcheck(lambda *t: ops.conv2d(*t, *geometry(p), *names), forward[:3])
+        (op, forward), *backward = calls(p, settings="", family=family)
+        assert gradcheck(lambda *t: op(*t, *geometry(p, family), *names), forward[:3])
+        assert gradgradcheck(lambda *t: op(*t, *geometry(p, family), *names), forward[:3])
         for op, arguments in backward:
             rest = (*arguments[2:-2], names[0], "")
             assert gradcheck(lambda a, b, op=op, rest=rest: op(a, b, *rest), arguments[:2])
@@ -267,12 +415,23 @@ def test_gradients_that_nobody_wants(mask):
 
 
 @pytest.mark.parametrize("batched", ["x", "weight", "both", "all", "bias"])
-@pytest.mark.parametrize("groups", [1, 2])
-def test_vmap(groups, batched):
-    p = conv_problem(2, 4, 7, 6, 6, 3, 3, padding=(1, 0, 1, 1), stride=(2, 1), groups=groups)
-    B, rest = 3, geometry(p)
-    x, weight, grad_y = torch.randn(B, *p.x_shape), torch.randn(B, *p.weight_shape), torch.randn(B, *p.y_shape)
-    bias = torch.randn(B, p.K)
+@pytest.mark.parametrize(
+    ("family", "groups"),
+    [("conv2d", 1), ("conv2d", 2), ("conv_transpose2d", 2), ("conv3d", 2), ("conv_transpose3d", 1)],
+)
+def test_vmap(family, groups, batched):
+    family = FAMILIES[family]
+    conv2d, conv2d_grad_input, conv2d_grad_weight = family.forward, family.grad_input, family.grad_weight
+    if family.dimensions == 3:
+        p = volume_problem(2, 4, 3, 5, 4, 6, 3, 3, 2, padding=1, stride=(1, 2, 1), groups=groups)
+    elif family.transposed:
+        p = conv_problem(2, 4, 7, 6, 6, 3, 3, padding=1, stride=(2, 1), groups=groups)
+    else:
+        p = conv_problem(2, 4, 7, 6, 6, 3, 3, padding=(1, 0, 1, 1), stride=(2, 1), groups=groups)
+    B, rest = 3, geometry(p, family)
+    x_shape, y_shape = (p.y_shape, p.x_shape) if family.transposed else (p.x_shape, p.y_shape)
+    x, weight, grad_y = torch.randn(B, *x_shape), torch.randn(B, *p.weight_shape), torch.randn(B, *y_shape)
+    bias = torch.randn(B, y_shape[1])
 
     def over(op, operands, names, move=0):
         """`op` under vmap and in a loop; operands that are not named are the same for all."""
@@ -288,41 +447,49 @@ def test_vmap(groups, batched):
     names = {"x": ("x",), "weight": ("weight",), "both": ("x", "weight"), "all": ("x", "weight", "bias")}
     chosen = names.get(batched, ("bias",))
     with convselect.use("im2col_gemm"):
-        over(lambda *t: ops.conv2d(*t, *rest), {"x": x, "weight": weight, "bias": bias}, chosen)
+        over(lambda *t: conv2d(*t, *rest), {"x": x, "weight": weight, "bias": bias}, chosen)
         over(
-            lambda *t: ops.conv2d(*t, None, *rest),
+            lambda *t: conv2d(*t, None, *rest),
             {"x": x, "weight": weight},
             chosen if chosen[0] != "bias" else ("x",),
             2,
         )
         if batched != "bias":
-            size, strides = p.x_shape, x[0].stride()
+            size, strides = x_shape, x[0].stride()
             given = tuple({"x": "grad_y"}.get(n, n) for n in chosen if n != "bias")
             over(
-                lambda *t: ops.conv2d_grad_input(*t, size, strides, *rest),
+                lambda *t: conv2d_grad_input(*t, size, strides, *rest),
                 {"grad_y": grad_y, "weight": weight},
                 given,
                 1,
             )
             size2, strides2 = p.weight_shape, weight[0].stride()
             given = tuple({"weight": "grad_y"}.get(n, n) for n in chosen if n != "bias")
-            over(lambda *t: ops.conv2d_grad_weight(*t, size2, strides2, *rest), {"x": x, "grad_y": grad_y}, given, 1)
+            over(lambda *t: conv2d_grad_weight(*t, size2, strides2, *rest), {"x": x, "grad_y": grad_y}, given, 1)
 
 
-@pytest.mark.parametrize("name", ["3x3", "1x1 stride 2", "depthwise multiplier 2", "groups 2", "patch 4x4"])
-def test_flops_are_atens(name):
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        *(("conv2d", n) for n in ("3x3", "1x1 stride 2", "depthwise multiplier 2", "groups 2", "patch 4x4")),
+        ("conv_transpose2d", "4x4 stride 2"), ("conv_transpose2d", "groups 2"), ("conv3d", "3x3x3 groups 2"),
+        ("conv3d", "3x1x1"), ("conv_transpose3d", "2x2x2 stride 2"),
+    ],
+)  # fmt: skip
+def test_flops_are_atens(family, name):
     from torch.utils.flop_counter import FlopCounterMode
 
     ops.register_flop_formulas()
-    p = PROBLEMS[name]
-    x, weight, _ = (leaf(t) for t in random_operands(p))
+    family = FAMILIES[family]
+    p = problems_of(family)[name]
+    x, weight = (leaf(t) for t in operands_of(p, "contiguous", family)[:2])
 
     def flops(function):
         with FlopCounterMode(display=False) as counter:
             function().sum().backward()
         return counter.get_total_flops()
 
-    padding = (p.pad_top, p.pad_left)
-    want = flops(lambda: F.conv2d(x, weight, None, p.stride, padding, p.dilation, p.groups))
+    want = flops(lambda: natively(p, family, x, weight, None))
     for names in (("im2col_gemm",) * 3, ("native",) * 3, ("native", "im2col_gemm", "native")):
-        assert flops(lambda names=names: ops.conv2d(x, weight, None, *geometry(p), *names, AUTO)) == want > 0
+        got = flops(lambda names=names: family.forward(x, weight, None, *geometry(p, family), *names, AUTO))
+        assert got == want > 0
