@@ -2,11 +2,12 @@
 
     python -m benchmarks.compile
     python -m benchmarks.compile resnet18 unet --no-training --size 64 --out run.json
+    python -m benchmarks.compile unet_3d
 
 All four sides run float32 on the same number of threads and are timed interleaved, a forward pass at batch 1 and a
-training step (forward, backward, SGD) at batch 8. Every side's output, or every gradient, is compared with the same
-network in float64 before anything is timed. The process restarts itself once with malloc set to keep freed memory, for
-all sides alike. Compiling takes a minute or two per network.
+training step (forward, backward, SGD) at batch 8, of volumes at batch 2. Every side's output, or every gradient, is
+compared with the same network in float64 before anything is timed. The process restarts itself once with malloc set to
+keep freed memory, for all sides alike. Compiling takes a minute or two per network.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from benchmarks._networks import (
     converted,
     distance,
 )
-from benchmarks.models import MODELS, build
+from benchmarks.models import MODELS, build, calibrate_batch_norm
 from convselect.base import timing
 from convselect.demo.demo import restart_with_tuned_malloc
 from convselect.demo.tables import print_environment
@@ -46,6 +47,9 @@ from convselect.machine.environment import run_environment
 NETWORKS = ("resnet18", "unet", "mobilenet_v2", "convnext_tiny")
 TARGETS = {"resnet18": 1.3, "unet": 2.0, "mobilenet_v2": 1.0, "convnext_tiny": 1.0}
 """Compiled and converted over compiled, inference; training must reach 1.0 everywhere."""
+VOLUMES = "unet_3d"
+"""The network of volumes, measured if named."""
+VOLUMES_BATCH = 2
 SIDES = ("eager", "converted", "compiled", "compiled converted")
 MAX_ROUNDS = 100
 
@@ -92,12 +96,50 @@ def _timed(
     )  # fmt: skip
 
 
+class _UNet3d(nn.Module):
+    """3-D U-Net (Çiçek et al. 2016, arXiv 1606.06650) of three levels: 3x3x3 layers of 16, 32 and 64 channels, and
+    transposed ones that double all three dimensions. (N, 1, D, H, W) to (N, 2, D, H, W)."""
+
+    def __init__(self, widths: tuple[int, ...] = (16, 32, 64)) -> None:
+        super().__init__()
+        self.inward = nn.ModuleList(self._two(a, b) for a, b in zip((1, *widths), widths, strict=False))
+        steps = list(zip(widths[::-1], widths[-2::-1], strict=False))
+        self.up = nn.ModuleList(nn.ConvTranspose3d(a, b, 2, 2) for a, b in steps)
+        self.outward = nn.ModuleList(self._two(2 * b, b) for _, b in steps)
+        self.head = nn.Conv3d(widths[0], 2, 1)
+
+    @staticmethod
+    def _two(c_in: int, c_out: int) -> nn.Sequential:
+        layers: list[nn.Module] = []
+        for c in (c_in, c_out):
+            layers += [nn.Conv3d(c, c_out, 3, padding=1, bias=False), nn.BatchNorm3d(c_out), nn.ReLU()]
+        return nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = []
+        for i, block in enumerate(self.inward):
+            x = block(x if i == 0 else nn.functional.max_pool3d(x, 2))
+            kept.append(x)
+        for up, block, skip in zip(self.up, self.outward, kept[-2::-1], strict=True):
+            x = block(torch.cat([skip, up(x)], 1))
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def built(network: str) -> tuple[nn.Module, Tensor]:
+    """As `benchmarks.models.build`, of volumes too."""
+    if network != VOLUMES:
+        return build(network)
+    torch.manual_seed(0)
+    x = torch.randn(1, 1, 16, 48, 48)
+    return calibrate_batch_norm(_UNet3d().eval(), x), x
+
+
 def sized(network: str, size: int | None, batch: int) -> tuple[nn.Module, Tensor]:
-    """The network and an input; `size` makes the images smaller than the registry has them."""
-    model, x = build(network)
-    _, C, H, W = x.shape
+    """The network and an input; `size` is another height and width of the images, or of the slices."""
+    model, x = built(network)
+    _, C, *depth, H, W = x.shape
     generator = torch.Generator().manual_seed(1)
-    return model, torch.randn((batch, C, size or H, size or W), generator=generator)
+    return model, torch.randn((batch, C, *depth, size or H, size or W), generator=generator)
 
 
 def inference(network: str, *, size: int | None, seconds: float) -> CompileResult:
@@ -116,7 +158,8 @@ def inference(network: str, *, size: int | None, seconds: float) -> CompileResul
 
 
 def training(network: str, *, size: int | None, seconds: float) -> CompileResult:
-    model, x = sized(network, size, TRAINING_BATCH)
+    batch = VOLUMES_BATCH if network == VOLUMES else TRAINING_BATCH
+    model, x = sized(network, size, batch)
     exact = [g.clone() for g in Training(copy.deepcopy(model).double(), x.double()).gradients()]
     torch._dynamo.reset()
     steps: dict[str, Training] = {}
@@ -127,7 +170,7 @@ def training(network: str, *, size: int | None, seconds: float) -> CompileResult
             steps[name].model = torch.compile(steps[name].model)
     error = {name: distance(side.gradients(), exact) for name, side in steps.items()}
     sides: dict[str, Callable[[], object]] = {name: side.step for name, side in steps.items()}
-    return _timed(network, f"training N={TRAINING_BATCH}", sides, error, GRADIENT_BOUND, seconds)
+    return _timed(network, f"training N={batch}", sides, error, GRADIENT_BOUND, seconds)
 
 
 # ---- reporting ------------------------------------------------------------------------------------------------------
@@ -165,7 +208,9 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def run(
-    networks: Annotated[list[str] | None, typer.Argument(help=f"of {', '.join(MODELS)}; all four by default")] = None,
+    networks: Annotated[
+        list[str] | None, typer.Argument(help=f"of {', '.join((*MODELS, VOLUMES))}; by default {', '.join(NETWORKS)}")
+    ] = None,
     size: Annotated[
         int | None, typer.Option(help="height and width of the images; the networks' own by default")
     ] = None,
@@ -180,8 +225,8 @@ def run(
     """torch.compile'd networks: converted against nn.Conv2d. Exit status 1 if a result was wrong."""
     names = networks or list(NETWORKS)
     for name in names:
-        if name not in MODELS:
-            raise typer.BadParameter(f"unknown network {name!r}; known are {', '.join(MODELS)}")
+        if name not in (*MODELS, VOLUMES):
+            raise typer.BadParameter(f"unknown network {name!r}; known are {', '.join((*MODELS, VOLUMES))}")
     if malloc:
         restart_with_tuned_malloc()
     torch.set_num_threads(threads)

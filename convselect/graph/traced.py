@@ -27,14 +27,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from convselect.aten.arguments import autocast_dtype, cast_like_autocast, one_row, valid
 from convselect.aten.layers import OF
-from convselect.aten.strides import in_functorch
-from convselect.aten.volumes import volume_of
+from convselect.aten.strides import in_functorch, result_strides
+from convselect.aten.volumes import folded_strides, rows_of, volume_of, volume_strides
 from convselect.base import settings as _settings
 from convselect.base.problem import DTYPE_NAMES, ConvProblem, Direction, pair
 from convselect.base.volumes import triple
 from convselect.base.warnings import warn_once
 from convselect.choice.choose import NATIVE
 from convselect.eager.resolve import choice_for
+from convselect.eager.volumes import FoldedPlan
 from convselect.graph import ops
 from convselect.kernels._contract import NotApplicable
 from convselect.kernels.pool import BY_NAME
@@ -59,7 +60,8 @@ for _module in list(sys.modules):
         trace_rules.add(_module)
 
 # ("native",); ("refused", why); ("unknown", why), of a policy's name; or ("operator", the dtype to cast to or None,
-# the operator's geometry, the three names, settings).
+# the operator's geometry, the three names, settings); or ("image", one of those of the image that a volume is, the
+# geometry of its conv2d).
 Verdict = tuple[Any, ...]
 _NATIVE: Verdict = ("native",)
 # Dimensions, and whether transposed; aten's function; and our operator: that of two dimensions for one.
@@ -87,20 +89,37 @@ def call(kind: str, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: An
         raise NotApplicable(found[1])
     if found[0] == "unknown":
         raise ValueError(found[1])
-    _, cast, numbers, names, settings = found
     dimensions, _ = _KINDS[kind]
     unbatched = x.dim() == dimensions + 1
     if unbatched:
         x = x.unsqueeze(0)
-    if dimensions == 1:  # an image of one row, in memory as aten takes it
-        x, weight = x.contiguous().unsqueeze(2), weight.unsqueeze(2)
+    if found[0] == "image":
+        y = _by_image(found, x, weight, bias)
+    elif dimensions == 1:  # an image of one row, in memory as aten takes it
+        y = _by_operator(kind, found, x.contiguous().unsqueeze(2), weight.unsqueeze(2), bias).squeeze(2)
+    else:
+        y = _by_operator(kind, found, x, weight, bias)
+    return y.squeeze(0) if unbatched else y
+
+
+def _by_operator(kind: str, found: Verdict, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    _, cast, numbers, names, settings = found
     if cast is not None:
         x, weight = cast_like_autocast(x, cast), cast_like_autocast(weight, cast)
         bias = None if bias is None else cast_like_autocast(bias, cast)
-    y = _OURS[kind](x, weight, bias, *numbers, *names, settings)
-    if dimensions == 1:
-        y = y.squeeze(2)
-    return y.squeeze(0) if unbatched else y  # type: ignore[no-any-return]
+    return _OURS[kind](x, weight, bias, *numbers, *names, settings)  # type: ignore[no-any-return]
+
+
+def _by_image(found: Verdict, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A volume whose kernel reaches along the depth, as an image of D rows and H * W columns."""
+    _, of_image, geometry = found
+    size = x.shape[3:]
+    x, weight = x.flatten(3), weight.flatten(3)
+    if of_image[0] == "native":
+        y = torch.conv2d(x, weight, bias, *geometry)
+    else:
+        y = _by_operator("conv2d", of_image, x, weight, bias)
+    return y.unflatten(3, size)  # type: ignore[no-any-return]
 
 
 def _look(context: Any) -> None:
@@ -186,7 +205,8 @@ def verdict(x: Any, weight: Any, bias: Any, geometry: Any, policy: str | None, *
                 return _NATIVE
             stand_ins[:2], geometry = raised[:2], raised[2]
         answer = _of_stand_ins(kind, stand_ins, needs, geometry, settings, dynamic=dynamic)
-    if answer[0] == "operator" and torch.compiler.is_exporting() and policy is None and not _settings.in_use():
+    ours = answer[0] == "operator" or (answer[0] == "image" and answer[1] != _NATIVE)
+    if ours and torch.compiler.is_exporting() and policy is None and not _settings.in_use():
         warn_once(
             "export",
             f"an exported program has the operator {_OURS[kind]._schema.name} where that is expected to be faster. It "
@@ -259,13 +279,30 @@ def _of_stand_ins(
         return ("refused", str(refusal))
     except ValueError as error:
         return ("unknown", str(error))
-    if all(name == NATIVE for name in names) and not settings.batch_invariant:
-        return _NATIVE
+    native = all(name == NATIVE for name in names) and not settings.batch_invariant
     # Left to the run, which alone knows the images.
     if dynamic or settings.batch_invariant:
         names = ("", "", "")
     to = cast if isinstance(cast, torch.dtype) else None
-    return ("operator", to, _numbers_of(kind, x, weight, problem, geometry), names, str(settings))
+    p = problem
+    if kind == "conv3d" and _is_better_as_image(x, weight, p, settings):
+        numbers = (p.stride, (p.pad_top, p.pad_bottom, 0, 0), p.dilation, p.groups)
+        of_image = _NATIVE if native else ("operator", to, numbers, names, str(settings))
+        return ("image", of_image, (p.stride, (p.pad_top, 0), p.dilation, p.groups))
+    if native:
+        return _NATIVE
+    return ("operator", to, _numbers_of(kind, x, weight, p, geometry), names, str(settings))
+
+
+def _is_better_as_image(x: Tensor, weight: Tensor, problem: ConvProblem, settings: _settings.Settings) -> bool:
+    """Whether this volume's kernel reaches along the depth, aten's conv2d on views is worth more than its conv3d, and
+    results have the same strides. The operator of volumes makes such views itself, but is no conv2d to a compiler."""
+    rows = None if problem.is_volume else rows_of(x, weight)
+    dense = x.is_contiguous() and weight.is_contiguous() and problem.symmetric_padding
+    if rows is None or not dense or not FoldedPlan.beats_aten(problem, settings):
+        return False
+    of_volume = volume_strides(x, weight, problem)
+    return [folded_strides(s, rows) for s in of_volume] == [*result_strides(x.flatten(3), weight.flatten(3), problem)]
 
 
 def _numbers_of(kind: str, x: Tensor, weight: Tensor, problem: ConvProblem, geometry: Any) -> tuple[Any, ...]:

@@ -85,10 +85,13 @@ def stock_and_input(net: str, batch: int = 2) -> tuple[nn.Sequential, Tensor]:
 
 def operators_of(model: nn.Module) -> list[str]:
     """What its layers are in a graph, if none is native."""
-    names = [type(m).__name__ for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd)]
-    found = {f"Conv{n}d": f"conv{max(n, 2)}d" for n in (1, 2, 3)}
-    found |= {f"ConvTranspose{n}d": f"conv_transpose{max(n, 2)}d" for n in (1, 2, 3)}
-    return [f"convselect.{found[name]}.default" for name in names]
+    layers = [m for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd)]
+    way = {True: "_transpose", False: ""}
+    images = [len(m.kernel_size) < 3 or m.kernel_size == (3, 1, 1) for m in layers]  # along the depth: on views
+    return [
+        f"convselect.conv{way['Transpose' in type(m).__name__]}{2 if image else 3}d.default"
+        for m, image in zip(layers, images, strict=True)
+    ]
 
 
 def converted(model: nn.Module, policy: str | None = None) -> nn.Module:
@@ -97,15 +100,16 @@ def converted(model: nn.Module, policy: str | None = None) -> nn.Module:
     return model
 
 
-def recorder() -> tuple[Callable, dict[str, list[str]]]:
-    """A backend that runs graphs as they are, and the convolutions of the graphs that it was given, per kind."""
-    seen: dict[str, list[str]] = {"forward": [], "backward": [], "inference": []}
+def recorder() -> tuple[Callable, dict[str, list]]:
+    """A backend that runs graphs as they are, and the convolutions of the graphs that it was given, per kind; "sizes"
+    has the rank of each one's first operand."""
+    seen: dict[str, list] = {"forward": [], "backward": [], "inference": [], "sizes": []}
 
     def note(kind):
         def compiler(graph, _):
-            seen[kind] += [
-                str(n.target) for n in graph.graph.nodes if n.op == "call_function" and "conv" in str(n.target)
-            ]
+            found = [n for n in graph.graph.nodes if n.op == "call_function" and "conv" in str(n.target)]
+            seen[kind] += [str(n.target) for n in found]
+            seen["sizes"] += [n.args[0].meta["val"].dim() for n in found]
             return torch._functorch.aot_autograd.make_boxed_func(graph.forward)
 
         return compiler
@@ -277,6 +281,26 @@ def test_dynamic_shapes_choose_at_run_time_within_the_settings_of_the_trace(kind
         for x in (kind.x(5, 3), kind.x(5, 3)):
             assert_close((compiled(x), [x]), (kind.stock.forward(model[0], x), [x]), bound(x.dtype, "im2col_gemm"))
     assert asked == [(2, "fast", 2**27), (5, "fast", 2**27)]
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize(("gain", "name"), [(1.2, ATEN), (1.65, OURS)])
+def test_kernels_along_the_depth_are_images(gain, name, dynamic, monkeypatch):
+    """Native, too: PyTorch's own conv2d of the image is faster than its conv3d. Not if results had other strides."""
+    use_fake(monkeypatch, "im2col_gemm", gain=gain)
+    layer, x = CONV3D.selected(4, 6, (3, 1, 1), padding=(1, 0, 0)), torch.randn(17, 4, 5, 3, 4)
+    parameters = list(layer.parameters())
+    for given in (x, x[0]):
+        backend, seen = recorder()
+        compiled = torch.compile(layer, backend=backend, fullgraph=True, dynamic=dynamic)
+        want = step(nn.Conv3d.forward.__get__(layer), given, parameters)
+        assert_close(step(compiled, given, parameters), want, bound(x.dtype, "im2col_gemm"))
+        assert seen["forward"] == [name]
+        assert set(seen["sizes"]) == {4}
+    x = x.contiguous(memory_format=torch.channels_last_3d)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    want = step(nn.Conv3d.forward.__get__(layer), x, parameters)
+    assert_close(step(compiled, x, parameters), want, bound(x.dtype, "im2col_gemm"))
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------
