@@ -360,6 +360,20 @@ def test_plans_are_found_again_and_forgotten(monkeypatch):
     assert len(ops.plans) == 0
 
 
+def test_plans_tell_kinds_and_output_paddings_apart():
+    """Of operands and other numbers that are the same."""
+    convselect.clear()
+    x, weight = torch.randn(1, 4, 5, 5), torch.randn(4, 4, 3, 3)
+    transposed = FAMILIES["conv_transpose2d"].forward
+    for more in (0, 1):
+        got = transposed(x, weight, None, [2, 2], [1, 1], [1, 1], 1, [more] * 2, "im2col_gemm")
+        want = F.conv_transpose2d(x, weight, None, 2, 1, more)
+        assert_same(got, want, bound(x.dtype, "im2col_gemm"), f"output padding {more}")
+    got = ops.conv2d(x, weight, None, [2, 2], [1] * 4, [1, 1], 1, "im2col_gemm")
+    assert_same(got, F.conv2d(x, weight, None, 2, 1), bound(x.dtype, "im2col_gemm"), "not transposed")
+    assert len(ops.plans) == 3
+
+
 # ---- derivatives, batches, counts -----------------------------------------------------------------------------------
 
 GRADIENTS = {
