@@ -75,7 +75,6 @@ def volumes() -> nn.Sequential:
 
 
 NETS = {"images": (tiny, (3, 9, 8)), "decoder": (decoder, (3, 5, 6)), "volumes": (volumes, (3, 4, 5, 6))}
-every_net = pytest.mark.parametrize("net", NETS)
 
 
 def stock_and_input(net: str, batch: int = 2) -> tuple[nn.Sequential, Tensor]:
@@ -459,7 +458,7 @@ def test_layouts_and_backends(net, backend, layout, favourite):
             assert_close(step(compiled, batch, list(model.parameters())), want, 4 * bound(x.dtype, favourite))
 
 
-@every_net
+@pytest.mark.parametrize("net", ["images", "volumes"])
 def test_as_many_graphs_and_recompilations_as_conv2d(net):
     stock, x = stock_and_input(net, 4)
     stock.eval()
