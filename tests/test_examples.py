@@ -17,7 +17,7 @@ from convselect.kernels import _library
 pytestmark = pytest.mark.docs
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-TESTED = {"serve_resnet50", "train_unet", "large_kernel_convnet", "export_aoti"}
+TESTED = {"serve_resnet50", "train_unet", "large_kernel_convnet", "export_aoti", "segment_volume"}
 
 
 def run(name: str, *arguments: object, cwd: Path, **environment: str) -> str:
@@ -65,6 +65,13 @@ def test_large_kernels_layer_by_layer(tmp_path):
     assert "whole network" in out
     if _library.available():
         assert "fft_tiled" in out or "depthwise   model" in out
+
+
+def test_segmenting_a_volume(tmp_path):
+    pytest.importorskip("rich")
+    out = run("segment_volume", cwd=tmp_path)
+    assert re.search(r"^4 windows of 16x16x16 in a volume of 24x24x16", out, re.MULTILINE)
+    assert re.search(r"converted [\d.]+ s: [\d.]+ times faster", out)
 
 
 def test_exporting(tmp_path):

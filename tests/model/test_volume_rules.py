@@ -26,6 +26,21 @@ KINDS = {
     "strided": (volume_problem(1, 32, 16, 32, 32, 64, 3, 3, 3, stride=2, padding=1), {"winograd4", "winograd3"}),
     "depthwise": (volume_problem(1, 32, 16, 32, 32, 32, 3, 3, 3, padding=1, groups=32), {"depthwise"}),
     "stem": (volume_problem(1, 1, 32, 64, 64, 32, 3, 3, 3, padding=1), {"direct"}),
+    "thin": (volume_problem(1, 4, 16, 32, 32, 4, 3, 3, 3, padding=1), {"direct"}),
+    "uneven": (volume_problem(1, 24, 8, 16, 16, 20, 3, 3, 3, padding=1), {"winograd4", "winograd6"}),
+    "head": (volume_problem(1, 16, 8, 32, 32, 2, 3, 3, 3, padding=1), {"direct", "winograd6"}),
+    "halving": (volume_problem(1, 16, 8, 32, 32, 32, 2, 2, 2, stride=2), {"patches"}),
+    "groups": (volume_problem(1, 32, 8, 16, 16, 32, 3, 3, 3, padding=1, groups=2), {"winograd4"}),
+}
+UNTRAINED = {
+    "dilated": (volume_problem(1, 32, 8, 16, 16, 32, 3, 3, 3, padding=2, dilation=2), {"winograd4"}),
+    "5x5x5": (volume_problem(1, 16, 8, 16, 16, 16, 5, 5, 5, padding=2), {"winograd4"}),
+    "small": (volume_problem(1, 16, 8, 8, 8, 16, 3, 3, 3, padding=1), {"winograd4"}),
+    "tiny": (volume_problem(1, 64, 4, 4, 4, 64, 3, 3, 3, padding=1), {"winograd2"}),
+    "subsampled": (volume_problem(1, 64, 8, 56, 56, 128, 1, 1, 1, stride=2), {"im2col_gemm"}),
+    "last": (volume_problem(1, 32, 16, 32, 32, 32, 3, 3, 3, padding=1, layout="channels_last"), {"winograd4"}),
+    "16 bits": (volume_problem(1, 32, 16, 32, 32, 32, 3, 3, 3, padding=1, dtype="bfloat16"), {"winograd4"}),
+    "groups of 4": (volume_problem(1, 64, 8, 16, 16, 64, 3, 3, 3, padding=1, groups=16), {"direct"}),
 }
 every_kind = pytest.mark.parametrize("kind", KINDS)
 needs_library = pytest.mark.skipif(not _library.available(), reason="algorithms of the C library")
@@ -37,10 +52,10 @@ def predictor():
 
 
 @needs_library
-@every_kind
+@pytest.mark.parametrize("kind", [*KINDS, *UNTRAINED])
 @pytest.mark.parametrize("direction", Direction, ids=str)
 def test_what_is_expected_takes_the_problem_and_is_chosen(kind, direction, predictor):
-    layer, names = KINDS[kind]
+    layer, names = (KINDS | UNTRAINED)[kind]
     p = layer._replace(direction=direction)
     expected = volumes.gains(p)
     assert expected is not None
@@ -64,13 +79,24 @@ def _refused(name, p):
 
 
 @pytest.mark.parametrize(
-    "change", [dict(dtype="bfloat16"), dict(dtype="float64"), dict(layout="channels_last"), dict(device="cuda"),
-               dict(D=1, H=4, W=4), dict(dil_h=2), dict(dil_d=2), dict(groups=2), dict(R=5), dict(K=4)]
+    "change", [dict(dtype="float16"), dict(dtype="float64"), dict(layout="strided"), dict(device="cuda"),
+               dict(D=1, H=4, W=4), dict(dil_h=2, stride_w=2), dict(dil_d=2, groups=2),
+               dict(groups=16, layout="channels_last"), dict(R=5), dict(R=7, S=7), dict(stride_d=3), dict(T=9),
+               dict(dtype="bfloat16", layout="channels_last")]
 )  # fmt: skip
 def test_what_was_not_measured_is_left_to_native(change, predictor):
     p = KINDS["plain"][0]._replace(**change)
     assert volumes.gains(p) is None
     assert predictor.predict(p) is None
+
+
+def test_the_waste_of_tiles_counts():
+    """14 columns are four tiles of 4, with two columns over, but seven of 2."""
+    even, odd = (KINDS["plain"][0]._replace(H=size, W=size) for size in (32, 14))
+    at_32, at_14 = volumes.gains(even), volumes.gains(odd)
+    assert at_14["winograd2"] == at_32["winograd2"]
+    assert at_14["winograd4"] == pytest.approx(at_32["winograd4"] * (14 / 16) ** 2)
+    assert volumes.gains(UNTRAINED["dilated"][0])["winograd4"] > 4  # 16 columns are two phases of 8
 
 
 def test_more_threads_and_other_machines_need_more(predictor):
