@@ -85,12 +85,12 @@ def _mednext(kernel: int, size: int) -> Built:
 
 def mednext() -> Built:
     """MedNeXt-S (Roy et al. 2023, arXiv 2303.09975): depthwise 3x3x3 between 1x1x1."""
-    return _mednext(3, 64)
+    return _mednext(3, 48)
 
 
 def mednext_k5() -> Built:
     """The same with 5x5x5."""
-    return _mednext(5, 48)
+    return _mednext(5, 32)
 
 
 def nnunet() -> Built:
@@ -232,8 +232,8 @@ def measure(name: str, mode: str, *, rounds: int, seconds: float, layout: str) -
 
 def _settle(call: Any) -> int:
     """Call until no layer is on trial; how often."""
-    for count in range(MOST_CALLS):
-        if not convselect.summary(call.model).on_trial:
+    for count in range(MOST_CALLS):  # those of a training step's backward begin with the first call
+        if count and not convselect.summary(call.model).on_trial:
             return count
         call()
     return MOST_CALLS

@@ -17,8 +17,9 @@ from convselect.base.problem import (
     conv_problem,
     layout_of,
     padding_sides,
+    triple,
 )
-from convselect.base.volumes import triple, volume_padding, volume_problem
+from convselect.base.volumes import volume_problem
 
 
 @pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS.keys())
@@ -180,10 +181,10 @@ def test_sides_of_volumes():
     assert triple(2) == triple((2,)) == (2, 2, 2)
     with pytest.raises(ValueError, match="unpack"):
         triple((1, 2))
-    assert volume_padding("valid", (3, 3, 3), (1, 1, 1)) == (0,) * 6
-    assert volume_padding("same", (4, 3, 2), (1, 2, 3)) == (1, 2, 2, 2, 1, 2)
-    assert volume_padding((1, 2, 3), (3, 3, 3), (1, 1, 1)) == (1, 1, 2, 2, 3, 3)
-    assert volume_padding((1, 2, 3, 4, 5, 6), (3, 3, 3), (1, 1, 1)) == (1, 2, 3, 4, 5, 6)
+    assert padding_sides("valid", (3, 3, 3), (1, 1, 1)) == (0,) * 6
+    assert padding_sides("same", (4, 3, 2), (1, 2, 3)) == (1, 2, 2, 2, 1, 2)
+    assert padding_sides((1, 2, 3), (3, 3, 3), (1, 1, 1)) == (1, 1, 2, 2, 3, 3)
+    assert padding_sides((1, 2, 3, 4, 5, 6), (3, 3, 3), (1, 1, 1)) == (1, 2, 3, 4, 5, 6)
 
 
 def test_padding_sides():

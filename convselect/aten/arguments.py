@@ -59,7 +59,8 @@ def problem_of(x: Tensor, weight: Tensor, geometry: Geometry) -> ConvProblem | N
             dil_h, dil_w = pair(dilation)
             if any(not isinstance(v, str | int) and len(v) > 2 for v in (stride, padding, dilation)):
                 return None
-            pads = padding_sides(padding, (R, S), (dil_h, dil_w))
+            top, bottom, left, right = padding_sides(padding, (R, S), (dil_h, dil_w))
+            pads = (top, bottom, left, right)
     except (TypeError, ValueError, IndexError):
         return None
     N, C, H, W = x.shape

@@ -15,8 +15,10 @@ from convselect.base.problem import (
     DTYPE_NAMES,
     ConvProblem,
     Direction,
+    padding_sides,
+    triple,
 )
-from convselect.base.volumes import image_of, triple, volume_again, volume_padding
+from convselect.base.volumes import image_of, volume_again
 from convselect.kernels._native_volumes import even_padding, output_padding, steps
 
 
@@ -39,7 +41,7 @@ def volume_of(x: Tensor, weight: Tensor, geometry: Geometry) -> ConvProblem | No
             return None
         if padding == "same" and not stride_d == stride_h == stride_w == 1:
             return None
-        front, back, top, bottom, left, right = volume_padding(padding, (T, R, S), (dil_d, dil_h, dil_w))
+        front, back, top, bottom, left, right = padding_sides(padding, (T, R, S), (dil_d, dil_h, dil_w))
     except (TypeError, ValueError, IndexError):
         return None
     return ConvProblem(

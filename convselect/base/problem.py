@@ -380,24 +380,11 @@ def conv_problem(
     """
     stride_h, stride_w = pair(stride)
     dil_h, dil_w = pair(dilation)
-    pads = padding_sides(padding, (R, S), (dil_h, dil_w))
+    top, bottom, left, right = padding_sides(padding, (R, S), (dil_h, dil_w))
     return ConvProblem(
-        Direction(direction),
-        N,
-        C,
-        H,
-        W,
-        K,
-        R,
-        S,
-        stride_h,
-        stride_w,
-        *pads,
-        dil_h,
-        dil_w,
-        groups,
+        Direction(direction), N, C, H, W, K, R, S, stride_h, stride_w, top, bottom, left, right, dil_h, dil_w, groups,
         **rest,  # type: ignore[arg-type]
-    )
+    )  # fmt: skip
 
 
 def pair(value: int | Sequence[int]) -> tuple[int, int]:
@@ -408,23 +395,40 @@ def pair(value: int | Sequence[int]) -> tuple[int, int]:
     return (first, last)
 
 
+def triple(value: int | Sequence[int]) -> tuple[int, int, int]:
+    """An int, a sequence of one or a sequence of three, as three ints.
+
+    Raises:
+        ValueError: for a sequence of any other length.
+    """
+    if isinstance(value, int):
+        return (value, value, value)
+    first, middle, last = value if len(value) != 1 else (*value, *value, *value)
+    return (first, middle, last)
+
+
 def padding_sides(
-    padding: int | str | Sequence[int], kernel_size: tuple[int, int], dilation: tuple[int, int]
-) -> tuple[int, int, int, int]:
-    """Zero padding per side (top, bottom, left, right); "same" puts the odd row and column at the bottom and right."""
+    padding: int | str | Sequence[int], kernel_size: tuple[int, ...], dilation: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Zero padding per side of two axes or three, in pairs: (top, bottom, left, right), or (front, back, top, ..).
+
+    Args:
+        padding: one number, one per axis, or one per side; "same" puts what is odd at the end of each axis.
+
+    Raises:
+        ValueError: for another string than "same" and "valid", or another number of numbers.
+    """
+    axes = len(kernel_size)
     if isinstance(padding, str):
         if padding == "valid":
-            return (0, 0, 0, 0)
+            return (0,) * (2 * axes)
         if padding != "same":
             raise ValueError(f"padding must be 'same', 'valid' or numbers, not {padding!r}")
-        total_h = dilation[0] * (kernel_size[0] - 1)
-        total_w = dilation[1] * (kernel_size[1] - 1)
-        return (total_h // 2, total_h - total_h // 2, total_w // 2, total_w - total_w // 2)
-    if not isinstance(padding, int) and len(padding) == 4:
-        top, bottom, left, right = padding
-        return (top, bottom, left, right)
-    pad_h, pad_w = pair(padding)
-    return (pad_h, pad_h, pad_w, pad_w)
+        totals = [step * (taps - 1) for step, taps in zip(dilation, kernel_size, strict=True)]
+        return tuple(side for total in totals for side in (total // 2, total - total // 2))
+    if not isinstance(padding, int) and len(padding) == 2 * axes:
+        return tuple(padding)
+    return tuple(pad for pad in (pair if axes == 2 else triple)(padding) for _ in range(2))
 
 
 def layout_of(tensor: torch.Tensor) -> str:
@@ -438,19 +442,17 @@ def layout_of(tensor: torch.Tensor) -> str:
 
 def canonical_strides(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
     """The strides of a fresh 4-D or 5-D tensor in this layout: as `torch.empty(shape, memory_format=...)`."""
-    if len(shape) == 5:
-        return _volume_strides(shape, layout)
-    _, C, H, W = shape
+    _, C, *sizes = shape
     if layout == CHANNELS_LAST:
-        return (H * W * C, 1, W * C, C)
+        *outer, whole = _steps((*sizes, C))
+        return (whole, 1, *reversed(outer[1:]))
     # In this layout torch counts an empty dimension as one when it computes strides from sizes.
-    C, H, W = max(C, 1), max(H, 1), max(W, 1)
-    return (C * H * W, H * W, W, 1)
+    return tuple(reversed(_steps([max(size, 1) for size in (C, *sizes)])))
 
 
-def _volume_strides(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
-    _, C, D, H, W = shape
-    if layout == CHANNELS_LAST:
-        return (D * H * W * C, 1, H * W * C, W * C, C)
-    C, D, H, W = max(C, 1), max(D, 1), max(H, 1), max(W, 1)
-    return (C * D * H * W, D * H * W, H * W, W, 1)
+def _steps(sizes: Sequence[int]) -> list[int]:
+    """Elements between neighbours along each axis, the innermost first; last, elements of all."""
+    steps = [1]
+    for size in reversed(sizes):
+        steps.append(steps[-1] * size)
+    return steps

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from convselect.base.problem import CONTIGUOUS, STRIDED, ConvProblem, Direction, padding_sides
+from convselect.base.problem import CONTIGUOUS, STRIDED, ConvProblem, Direction, padding_sides, triple
 
 
 def volume_problem(
@@ -33,36 +33,11 @@ def volume_problem(
     """
     stride_d, stride_h, stride_w = triple(stride)
     dil_d, dil_h, dil_w = triple(dilation)
-    front, back, top, bottom, left, right = volume_padding(padding, (T, R, S), (dil_d, dil_h, dil_w))
+    front, back, top, bottom, left, right = padding_sides(padding, (T, R, S), (dil_d, dil_h, dil_w))
     return ConvProblem(
         Direction(direction), N, C, H, W, K, R, S, stride_h, stride_w, top, bottom, left, right, dil_h, dil_w, groups,
         D=D, T=T, stride_d=stride_d, pad_front=front, pad_back=back, dil_d=dil_d, **rest,  # type: ignore[arg-type]
     )  # fmt: skip
-
-
-def triple(value: int | Sequence[int]) -> tuple[int, int, int]:
-    """An int, a sequence of one or a sequence of three, as three ints.
-
-    Raises:
-        ValueError: for a sequence of any other length.
-    """
-    if isinstance(value, int):
-        return (value, value, value)
-    first, middle, last = value if len(value) != 1 else (*value, *value, *value)
-    return (first, middle, last)
-
-
-def volume_padding(
-    padding: int | str | Sequence[int], kernel_size: tuple[int, int, int], dilation: tuple[int, int, int]
-) -> tuple[int, ...]:
-    """Zero padding per side (front, back, top, bottom, left, right); "same" puts odd ones at the back, the bottom and
-    the right."""
-    if isinstance(padding, str):
-        depth = padding_sides(padding, (1, kernel_size[0]), (1, dilation[0]))[2:]
-        return (*depth, *padding_sides(padding, kernel_size[1:], dilation[1:]))
-    if not isinstance(padding, int) and len(padding) == 6:
-        return tuple(padding)
-    return tuple(pad for pad in triple(padding) for _ in range(2))
 
 
 def image_of(problem: ConvProblem) -> ConvProblem | None:

@@ -33,7 +33,9 @@ from convselect.choice.choose import NATIVE, Choice
 from convselect.eager.dispatch import dispatcher
 from convselect.eager.kinds import TransposedPlan
 from convselect.eager.plan import Plan, as_unbatched, is_legacy_batched, plan_for
+from convselect.kernels._contract import NotApplicable
 from convselect.kernels._native_ops import native_forward
+from convselect.kernels.pool import BY_NAME
 from convselect.model import loaded
 
 
@@ -200,10 +202,22 @@ class TransposedFoldedPlan(_Folded, TransposedPlan):
 # ---- plans and calls ------------------------------------------------------------------------------------------------
 
 
+def _refuse_elsewhere(x: Tensor, weight: Tensor, settings: Settings) -> None:
+    """On other devices volumes are aten's, unless an algorithm was asked for by name.
+
+    Raises:
+        NotApplicable: one was.
+    """
+    named = settings.policy in BY_NAME and settings.policy != NATIVE
+    if named and x.dim() == weight.dim() == 5 and x.device.type != "cpu":
+        raise NotApplicable(f"{settings.policy} cannot do this convolution: volumes need a CPU, not {x.device}")
+
+
 def make_3d(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Any, settings: Settings) -> Any:
     """As `make_plan`, for `torch.conv3d`."""
     if x.dim() == 4 and weight.dim() == 5:
         return as_unbatched(make_3d(x.unsqueeze(0), weight, bias, geometry, settings))
+    _refuse_elsewhere(x, weight, settings)
     problem = volume_of(x, weight, geometry)
     kind = VolumePlan if problem is None or image_of(problem) is None else FoldedPlan
     return plan_for(kind, volume_problem_of, x, weight, bias, geometry, settings)
@@ -213,6 +227,7 @@ def make_transposed_3d(x: Tensor, weight: Tensor, bias: Tensor | None, geometry:
     """As `make_plan`, for `torch.conv_transpose3d`."""
     if x.dim() == 4 and weight.dim() == 5:
         return as_unbatched(make_transposed_3d(x.unsqueeze(0), weight, bias, geometry, settings))
+    _refuse_elsewhere(x, weight, settings)
     problem = transposed_volume(x, weight, geometry)
     kind = TransposedVolumePlan if problem is None or image_of(problem) is None else TransposedFoldedPlan
     return plan_for(kind, transposed_volume_problem, x, weight, bias, geometry, settings)

@@ -15,6 +15,7 @@ from convselect.base.problem import conv_problem
 from convselect.base.volumes import image_of, volume_again, volume_problem
 from convselect.eager import resolve
 from convselect.eager.plan import plans
+from convselect.kernels._contract import NotApplicable
 from convselect.tune import tuning
 
 HOW = ("plain", "channels_last", "slice", "transposed", "expanded", "moved")
@@ -132,3 +133,14 @@ def test_volumes_are_not_searched():
     volume, image = volume_problem(1, 4, 5, 6, 7, 8, 3, 3, 3), conv_problem(1, 4, 6, 7, 8, 3, 3)
     settings = convselect.Settings()
     assert [programs.problem for programs, _, _ in tuning.problems_of([(volume, {}), (image, {})], settings)] == [image]
+
+
+def test_a_named_algorithm_is_refused_on_other_devices():
+    """Volumes are aten's there; images are refused in the same way."""
+    x, weight = torch.empty(1, 4, 5, 6, 7, device="meta"), torch.empty(4, 4, 3, 3, 3, device="meta")
+    for call in (convselect.conv3d, convselect.conv_transpose3d):
+        for given in (x, x[0]):
+            with pytest.raises(NotApplicable, match="CPU"):
+                call(given, weight, policy="winograd4")
+            for policy in ("auto", "native"):
+                assert call(given, weight, policy=policy).device.type == "meta"
