@@ -11,7 +11,9 @@ inputs in place, in NHWC through a table of pointers (Dukhan 2019, "The indirect
 the weight gradient is the matrix product over pixels. Sums are kept in float32 for 16-bit types and rounded once.
 
 Volumes are `csrc/direct_volume.inc`: vectors along the rows of the image, which suits few channels (stems), any stride
-and dilation.
+and dilation. With many channels it is slower than native: a register tile is 4 output channels by the vectors of one
+row, of which 32 columns have 2, so that loads and broadcasts are as many as multiplications; and of many channels only
+a band of one row fits the cache, so that each input row is copied R times.
 
 For frozen weights, `pack` reorders a weight once and `forward_packed` uses it.
 """

@@ -1,9 +1,10 @@
 """What to expect of algorithms on volumes: rules, since the networks have seen images only.
 
 Each rule is a kind of layer with a gain over native that no measured one of its kind stayed below by more than a tenth:
-the layers of `python -m benchmarks.volumes`, in the layouts and element types that the rules name, under AVX-512 on one
-thread of one machine, the first eighteen under AVX2 as well. So they say what is worth a trial on real calls, and
-little about which of two is faster. What has no rule was slower than native, or was not measured.
+the layers of `python -m benchmarks.volumes`, in the layouts and element types that the rules name, under AVX-512 on
+one thread of one machine. Under AVX2 only plain, strided, stem and depthwise 3x3x3 layers were measured. So they say
+what is worth a trial on real calls, and little about which of two is faster. What has no rule was slower than native,
+or was not measured.
 
 Native is what differs most from kind to kind: oneDNN's kernels want multiples of 16 channels and no dilation, and
 without them it is 5 to 40 times as slow.
