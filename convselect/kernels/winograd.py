@@ -19,7 +19,7 @@ Networks for ImageNet have images of 7 * 2^k pixels, which tiles of 7 x 7 cover 
 
 Volumes are filtered along their rows and columns, and the sum over the T taps along the depth is taken in the transform
 domain, where each slice is transformed once for all the slices of results that meet it (`csrc/winograd_depth.inc`):
-T (m + r - 1)^2 multiplications instead of T m^2 r^2.
+T (m + r - 1)^2 multiplications instead of T m^2 r^2. Tiles of more than 8 points round too much there; 7x7 has m = 2.
 
 Sources: Winograd 1980, "Arithmetic complexity of computations"; Lavin & Gray 2015, arXiv 1509.09308.
 """
@@ -53,6 +53,9 @@ TILES: dict[tuple[int, int], tuple[int, ...]] = {
     (2, 1): (6,),
 }
 """Kernel size -> sizes m of an output tile. Larger tiles round too much, and smaller ones were never the fastest."""
+
+VOLUME_TILES: dict[tuple[int, int], tuple[int, ...]] = {(7, 7): (2,)}
+"""The same of volumes, in place of those that round too much there."""
 
 STRIDED_TILES: dict[tuple[int, int], tuple[int, ...]] = {
     (3, 3): (3, 4, 5, 7),
@@ -126,6 +129,8 @@ class Winograd(CAlgorithm):
         if (p.stride_h, p.stride_w) not in ((1, 1), (2, 2)):
             return f"Winograd needs stride 1 or 2x2; this convolution has {strides(p)}."
         tiles_of, at = (TILES, "") if p.stride_h == 1 else (STRIDED_TILES, " at stride 2")
+        if p.is_volume and p.stride_h == 1:
+            tiles_of = TILES | VOLUME_TILES  # of 7x7
         if (p.R, p.S) not in tiles_of:
             sizes = ", ".join(f"{R}x{S}" for R, S in tiles_of)
             return f"Winograd needs kernels of {sizes}{at}; this one is {p.R}x{p.S}."

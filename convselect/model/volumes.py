@@ -42,6 +42,7 @@ _UNEVEN_SMALL: _Gains = {"winograd4": (4.3, 7.0, 6.0), "winograd2": (3.4, 6.0, 5
 _DILATED: _Gains = {"winograd4": (5.0, 5.4, 5.2), "winograd5": (4.5, 4.7, 4.6), "winograd3": (4.2, 4.2, 4.1)}
 _FIVE: _Gains = {"winograd4": (3.2, 3.1, 3.4), "winograd2": (1.8, 1.8, 1.7)}
 _FIVE_FEW: _Gains = {"winograd4": (2.0, 2.0, 4.8), "direct": (1.1, 1.1, 4.4), "winograd2": (1.1, 1.1, 2.8)}
+_SEVEN: _Gains = {"winograd2": (1.9, 2.1, 2.4)}
 _AXIS: _Gains = {"winograd6": (1.7, 2.1, 1.8), "winograd4": (1.5, 1.7, 1.6)}
 _STRIDED: _Gains = {
     "winograd4": (1.7, 1.6, 1.5), "winograd3": (1.4, 1.4, 1.3), "winograd5": (1.7, 1.7, 1.5),
@@ -150,6 +151,8 @@ def _of_kind(p: ConvProblem, last: bool) -> _Gains | None:
         return _OVERLAPPING_PAIRS if p.C <= 16 and not last else None
     if (p.R, p.S) == (5, 5):
         return _FIVE_FEW if min(p.C, p.K) < 16 else _FIVE
+    if p.R == p.S == p.T == 7 and min(p.C, p.K) >= 16 and not last:
+        return _SEVEN
     return _of_three(p, last) if (p.R, p.S) == (3, 3) else None
 
 

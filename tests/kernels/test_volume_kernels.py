@@ -9,7 +9,7 @@ from tolerances import tolerance
 
 from convselect.base.problem import ConvProblem, Direction
 from convselect.base.volumes import volume_problem
-from convselect.kernels import _library
+from convselect.kernels import _library, _slices
 from convselect.kernels.pool import BY_NAME
 from convselect.kernels.reference import Reference
 
@@ -27,6 +27,7 @@ PROBLEMS: dict[str, ConvProblem] = {
     "stem": volume_problem(1, 1, 6, 60, 61, 9, 3, 3, 3, padding=1),
     "depthwise": volume_problem(2, 5, 9, 70, 66, 10, 3, 5, 7, padding=(1, 2, 3), groups=5),
     "depthwise, slices": volume_problem(1, 3, 12, 13, 21, 3, 9, 7, 3, padding=(4, 3, 1), groups=3),
+    "7x7x7": volume_problem(1, 5, 9, 18, 21, 6, 7, 7, 7, padding=3),
     "bands": volume_problem(1, 24, 4, 70, 50, 7, 3, 3, 2, stride=(1, 2, 1), padding=1),
 }
 NAMES = ("winograd2", "winograd4", "winograd6", "depthwise", "direct")
@@ -61,6 +62,19 @@ def test_parts_are_right_and_threads_change_no_bit(name, direction, threads, nan
     assert ran >= 1
 
 
+@pytest.mark.parametrize("direction", list(Direction), ids=str)
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_patches_by_some_images_at_a_time(direction, layout, monkeypatch, nan_memory):
+    """Several chunks, the last one smaller; slices, rows and columns that no window meets; one channel, and several."""
+    for C in (1, 5):
+        p = volume_problem(2, C, 15, 13, 11, 9, 2, 2, 2, stride=2, direction=direction, layout=layout)
+        monkeypatch.setattr(_slices, "CHUNK_BYTES", 3 * p.C * p.T * p.H * p.W * 4)
+        operands = operands_of(p, *random_operands(p, layout))
+        want = Reference().run(*(t.double() for t in operands), p._replace(dtype="float64"))
+        got = BY_NAME["patches"].run(*operands, p)
+        assert relative_error(got, want) <= tolerance(BY_NAME["patches"], p)
+
+
 @pytest.mark.parametrize("direction", [Direction.FORWARD, Direction.BACKWARD_DATA], ids=str)
 def test_an_image_has_the_same_bits_in_any_batch(direction):
     for p in (PROBLEMS["few tiles"], PROBLEMS["depthwise"]):
@@ -80,12 +94,11 @@ def test_small_volumes_with_large_weights(direction, threads, nan_memory):
     operands, winograd = operands_of(p, *random_operands(p)), BY_NAME["winograd4"]
     want = Reference().run(*(t.double() for t in operands), p._replace(dtype="float64"))
     results = []
-    for count in (1, 2, 3):
+    for count in (1, 2, 3, 4):
         threads(count)
         results.append(winograd.run(*operands, p))
     assert relative_error(results[0], want) <= tolerance(winograd, p)
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[0], results[2])
+    assert all(torch.equal(results[0], other) for other in results[1:])  # 2 and 4 share the channels of a step
 
 
 def test_passes_with_several_steps(threads):
@@ -94,7 +107,10 @@ def test_passes_with_several_steps(threads):
     p = volume_problem(2, 288, 1, 3, 4, 320, 3, 3, 3, padding=1)
     x, weight, _ = random_operands(p)
     want = Reference().run(x.double(), weight.double(), p._replace(dtype="float64"))
-    assert relative_error(BY_NAME["winograd4"].run(x, weight, p), want) <= tolerance(BY_NAME["winograd4"], p)
+    got = BY_NAME["winograd4"].run(x, weight, p)
+    assert relative_error(got, want) <= tolerance(BY_NAME["winograd4"], p)
+    threads(4)  # two of them for each step, in passes of which the last has fewer blocks
+    assert torch.equal(BY_NAME["winograd4"].run(x, weight, p), got)
 
 
 def test_what_a_volume_costs_in_memory():
@@ -115,6 +131,8 @@ def test_refusals_name_what_is_needed():
     assert "depth" in winograd.why_not(p._replace(stride_d=3))
     assert "depth" in winograd.why_not(p._replace(T=9, pad_front=4, pad_back=4))
     assert "round too much" in BY_NAME["winograd7"].why_not(p)
+    assert "stride along the depth" in BY_NAME["patches"].why_not(p)
+    assert winograd.why_not(p._replace(R=7, S=7)) == "Tiles of 4 need other kernels; for 7x7 there is winograd2."
     assert "depthwise" in direct.why_not(p._replace(groups=4, K=4))
     assert "depthwise" in depthwise.why_not(p)
     assert "strides" in direct.why_not(p._replace(stride_w=9, direction=Direction.BACKWARD_DATA))

@@ -35,6 +35,7 @@ KINDS = {
 UNTRAINED = {
     "dilated": (volume_problem(1, 32, 8, 16, 16, 32, 3, 3, 3, padding=2, dilation=2), {"winograd4"}),
     "5x5x5": (volume_problem(1, 16, 8, 16, 16, 16, 5, 5, 5, padding=2), {"winograd4"}),
+    "7x7x7": (volume_problem(1, 16, 8, 16, 16, 16, 7, 7, 7, padding=3), {"winograd2"}),
     "small": (volume_problem(1, 16, 8, 8, 8, 16, 3, 3, 3, padding=1), {"winograd4"}),
     "tiny": (volume_problem(1, 64, 4, 4, 4, 64, 3, 3, 3, padding=1), {"winograd2"}),
     "subsampled": (volume_problem(1, 64, 8, 56, 56, 128, 1, 1, 1, stride=2), {"im2col_gemm"}),
