@@ -30,8 +30,7 @@ from convselect.aten.layers import OF
 from convselect.aten.strides import in_functorch, result_strides
 from convselect.aten.volumes import folded_strides, rows_of, volume_of, volume_strides
 from convselect.base import settings as _settings
-from convselect.base.problem import DTYPE_NAMES, ConvProblem, Direction, pair
-from convselect.base.volumes import triple
+from convselect.base.problem import DTYPE_NAMES, ConvProblem, Direction, pair, triple
 from convselect.base.warnings import warn_once
 from convselect.choice.choose import NATIVE
 from convselect.eager.resolve import choice_for

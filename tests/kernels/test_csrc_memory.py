@@ -144,8 +144,8 @@ def sanitized(tmp_path_factory) -> dict[str, str]:
     runtimes = [command(*CC, f"-print-file-name={name}").stdout.strip() for name in ("libasan.so", "libubsan.so")]
     if not all(os.path.isabs(path) for path in runtimes):
         pytest.skip("the compiler has no sanitizer runtime")
-    # -Og compiles in half the time of -O1. Null pointers and ends of objects are the address sanitizer's as well. The
-    # units are one source for three widths of vectors: its arithmetic is looked at in one of them, which saves a minute.
+    # -Og compiles in half the time of -O1. Null pointers and ends of objects are the address sanitizer's as well.
+    # The units are one source for three widths of vectors: arithmetic is looked at in one of them, a minute less.
     undefined = ("-fsanitize=undefined", "-fno-sanitize=null,object-size")
     library = compiled(
         tmp_path_factory.mktemp("sanitized"),
