@@ -26,7 +26,7 @@ from convselect.store import exchange, find_db, process
 from convselect.store.store import Store, is_store
 from convselect.tune import records
 
-QUICK, MANY = 40, 400
+QUICK, MANY = 40, 1000
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +49,7 @@ def _own_process(monkeypatch):
 def test_what_is_malformed_is_refused_in_one_sentence(kind, count, tmp_path):
     """The seeds differ, so that the many do not begin with the few."""
     counts, wrong = malformed.run(kind, tmp_path, count, seed=count)
-    assert wrong == [], wrong[:5]
+    assert [ascii(one) for one in wrong[:5]] == []  # xdist cannot pass on lone surrogates
     assert sum(counts.values()) == count
     assert counts["loaded"] > 0
     # MIOpen's lines and those of a log are passed over one by one: the file is never refused.
