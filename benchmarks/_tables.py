@@ -242,6 +242,65 @@ def timm_table(measured: Mapping[str, Mapping[str, Any]], threads: int = 1) -> s
     return table(("network", *header), [*rows, ["geometric mean", *whole]])
 
 
+def converted_ratios(run: Mapping[str, Any], threads: int = 1) -> dict[str, dict[str, float]]:
+    """Network -> times eager PyTorch in NCHW: "inference", converted; "training" and "training NHWC", steps of the
+    converted network in the two layouts; "frozen"; and "best", frozen over the faster of ONNX Runtime and OpenVINO.
+
+    Args:
+        run: what `python -m benchmarks.timm_networks --training` wrote.
+    """
+    found: dict[str, dict[str, float]] = {}
+    for r in run["results"]:
+        if r["threads"] != threads:
+            continue
+        sides, of = r["over_eager"], found.setdefault(r["network"], {})
+        if r["mode"] == "training":
+            names = {"training": "converted", "training NHWC": "converted channels_last"}
+        else:
+            names = {"inference": "converted", "frozen": "frozen"}
+        of |= {name: float(sides[side][0]) for name, side in names.items() if side in sides}
+    for name, of in timm_ratios(run, threads).items():
+        found[name]["best"] = of["best"]
+    return found
+
+
+def _over(values: Sequence[float]) -> str:
+    """The geometric mean, and the least."""
+    return f"{geometric_mean(values):.2f}, least {min(values):.2f}" if values else "-"
+
+
+def converted_table(run: Mapping[str, Any], threads: int = 1) -> str:
+    columns = ("inference", "training", "training NHWC")
+    found = converted_ratios(run, threads)
+    of_all = [[of[c] for of in found.values() if c in of] for c in columns]
+    rows = [
+        [name, *(f"{of[c]:.2f}" if c in of else "-" for c in columns)]
+        for name, of in sorted(found.items(), key=lambda item: item[1].get("inference", 0.0))
+    ]
+    header = ("network", "inference, batch 1", "training step, batch 8", "the same in channels_last")
+    return table(header, [*rows, ["geometric mean", *map(_over, of_all)]])
+
+
+SHOWN = (
+    "resnet50", "vgg16", "densenet121", "efficientnet_b0", "efficientnetv2_rw_s", "mobilenetv3_large_100",
+    "convnext_tiny", "hrnet_w18_small",
+)  # fmt: skip
+"""Networks of README's first table, of those that most people know."""
+
+
+def record_table(run: Mapping[str, Any], threads: int = 1) -> str:
+    """README's first: a few networks, and all of them together."""
+    columns = ("inference", "training NHWC", "frozen", "best")
+    found = converted_ratios(run, threads)
+    of_all = [[of[c] for of in found.values() if c in of] for c in columns]
+    rows = [[name, *(f"{found[name][c]:.2f}" for c in columns)] for name in SHOWN]
+    header = (
+        "network of timm", "converted: inference", "training step, channels_last", "frozen: inference",
+        "frozen over the faster of ONNX Runtime and OpenVINO",
+    )  # fmt: skip
+    return table(header, [*rows, [f"all {len(found)}, geometric mean", *map(_over, of_all)]])
+
+
 def clients_table(run: Mapping[str, Any]) -> str:
     """`run`: what `python -m benchmarks.clients` wrote, of one number of threads."""
     sides = ("converted", "frozen")
@@ -355,6 +414,8 @@ def tables() -> dict[str, str]:
         "demo": demo_table(demos),
         "networks": networks_table(read(NETWORKS.name)),
         "timm": timm_table({title: read(name) for title, name in TIMM.items()}),
+        "converted": converted_table(read(TIMM["AVX-512"])),
+        "record": record_table(read(TIMM["AVX-512"])),
         "clients": clients_table(read("clients-avx512-1-thread.json")),
         "layers": layers_table({"AVX-512": read("layers-avx512-1-thread.json")}),
         "policies": policies_table(read("policies-avx512-1-thread.json")),
