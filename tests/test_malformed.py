@@ -26,7 +26,7 @@ from convselect.store import exchange, find_db, process
 from convselect.store.store import Store, is_store
 from convselect.tune import records
 
-QUICK, MANY = 40, 1000
+QUICK, MANY = 40, 500
 
 
 @pytest.fixture(autouse=True)
