@@ -49,7 +49,7 @@ def _own_process(monkeypatch):
 def test_what_is_malformed_is_refused_in_one_sentence(kind, count, tmp_path):
     """The seeds differ, so that the many do not begin with the few."""
     counts, wrong = malformed.run(kind, tmp_path, count, seed=count)
-    assert [ascii(one) for one in wrong[:5]] == []  # xdist cannot pass on lone surrogates
+    assert [ascii(one) for one in wrong[:5]] == []
     assert sum(counts.values()) == count
     assert counts["loaded"] > 0
     # MIOpen's lines and those of a log are passed over one by one: the file is never refused.

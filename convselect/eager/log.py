@@ -113,7 +113,9 @@ def settled(problem: ConvProblem, choice: Choice, outcome: Outcome) -> None:
 def reproduce(problem: ConvProblem, settings: Settings | None = None) -> str:
     """The shell command that checks and times this problem, under the same settings if they are given."""
     parts = [] if settings is None else [f"{name}={shlex.quote(value)}" for name, value in _variables(settings).items()]
-    return " ".join([*parts, f'convselect bench "{problem}"'])
+    command = " ".join([*parts, f'convselect bench "{problem}"'])
+    # Bytes of the environment that are no text: a log in UTF-8 could not be written with them.
+    return command.encode("utf-8", "backslashreplace").decode()
 
 
 def _variables(settings: Settings) -> dict[str, str]:

@@ -160,3 +160,9 @@ def test_what_cannot_be_done_is_one_warning(tmp_path):
         assert "nothing is logged" in told
     assert log.install("off") is None
     assert log.logger.handlers == before
+
+
+def test_a_command_can_be_written_whatever_the_environment_holds():
+    problem = conv_problem(1, 1, 4, 4, 1, 1, 1)
+    command = log.reproduce(problem, Settings(disabled=("\udcff",)))
+    assert b"\\udcff" in command.encode()
