@@ -163,7 +163,8 @@ def _on_trial(
         model_says = prediction.log_gain if corrected is None else corrected.raw_log_gain
         predicted = {name: model_says(name) for name in candidates}
     keeper = _Keeper(problem, settings, predicted, loaded.identity(problem) if predicted else "")
-    plan_us = (_thread_ns() - begun_ns) / 1e3
+    # A GPU's queue hides most of what the host does meanwhile, and its calls are short: few would have trials.
+    plan_us = (_thread_ns() - begun_ns) / 1e3 if problem.device == "cpu" else 0.0
     trial = LiveTrial(
         problem, choice, candidates, favourite=favourite, plan_us=plan_us, audit=settings.audit, on_settled=keeper
     )
