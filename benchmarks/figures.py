@@ -2,8 +2,8 @@
 
     python -m benchmarks.figures
 
-draws docs/figures/*.svg again and prints the tables of docs/algorithms.md and docs/results.md; `tests/test_docs.py`
-asserts that the pages have exactly these tables. Nothing is measured here.
+draws docs/figures/*.svg again and prints the tables of README.md, docs/algorithms.md, docs/data-set.md and
+docs/results.md; `tests/test_docs.py` asserts that the pages have exactly these tables. Nothing is measured here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks import _tables
+from benchmarks import _tables, _timm_tables
 from benchmarks._tables import CLASSES, DIRECTIONS, GROUPS, KERNELS, NETWORKS, TIMES, TITLES, best_times, shares, tables
 from convselect.measure.rows import read_rows
 
@@ -117,7 +117,7 @@ def draw_networks(networks: Mapping[str, Any], path: Path) -> None:
 
 def draw_timm(run: Mapping[str, Any], path: Path) -> None:
     """Networks of timm, frozen and in other runtimes: dots, in the order of frozen over the better of the two."""
-    found = _tables.timm_ratios(run)
+    found = _timm_tables.timm_ratios(run)
     figure, axes = _axes(0.8 + 0.17 * len(found))
     sides = {"onnxruntime": ("ONNX Runtime", INK[2]), "openvino": ("OpenVINO", INK[3]), "frozen": ("frozen", INK[4])}
     for i, of in enumerate(found.values()):
@@ -145,7 +145,7 @@ def main() -> None:
     draw_shares(shares(times), FIGURES / "winners.svg")
     draw_classes(kernels, FIGURES / "classes.svg")
     draw_networks(networks, FIGURES / "networks.svg")
-    draw_timm(json.loads((_tables.RESULTS / _tables.TIMM["AVX-512"]).read_text()), FIGURES / "timm.svg")
+    draw_timm(json.loads((_tables.RESULTS / _timm_tables.TIMM["AVX-512"]).read_text()), FIGURES / "timm.svg")
     for name, text in tables().items():
         print(f"{name}\n\n{text}\n")
 

@@ -21,7 +21,7 @@ from torchvision_stub import without_torchvision
 from typer.main import get_command
 
 import convselect
-from benchmarks import _tables, figures
+from benchmarks import _tables, _timm_tables, figures
 from convselect.base import lru, settings
 from convselect.cli.main import _app
 from convselect.doctor import doctor
@@ -278,9 +278,11 @@ def test_every_algorithm_has_its_place():
 
 
 def test_tables_of_figures_are_those_of_the_results():
-    pages = [(ROOT / name).read_text() for name in ("README.md", "docs/algorithms.md", "docs/results.md")]
+    pages = [
+        (ROOT / name).read_text() for name in ("README.md", "docs/algorithms.md", "docs/data-set.md", "docs/results.md")
+    ]
     found = _tables.tables()
-    assert len(found) == 14
+    assert len(found) == 15
     for name, text in found.items():
         assert any(text in page for page in pages), (
             f"the table {name} is not as `python -m benchmarks.figures` prints it"
@@ -305,7 +307,7 @@ def test_figures_are_drawn(tmp_path):
     figures.draw_shares({"1x1": {"native": 0.5, "Winograd": 0.5}}, tmp_path / "shares.svg")
     figures.draw_classes(json.loads(_tables.KERNELS.read_text()), tmp_path / "classes.svg")
     figures.draw_networks(json.loads(_tables.NETWORKS.read_text()), tmp_path / "networks.svg")
-    figures.draw_timm(json.loads((_tables.RESULTS / _tables.TIMM["AVX2"]).read_text()), tmp_path / "timm.svg")
+    figures.draw_timm(json.loads((_tables.RESULTS / _timm_tables.TIMM["AVX2"]).read_text()), tmp_path / "timm.svg")
     for name in ("shares", "classes", "networks", "timm"):
         assert (tmp_path / f"{name}.svg").read_text().startswith("<?xml")
     assert {p.name for p in figures.FIGURES.glob("*.svg")} == {"winners.svg", "classes.svg", "networks.svg", "timm.svg"}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks import _tables, clients, timm_networks
+from benchmarks import _timm_tables, clients, timm_networks
 
 WRITTEN_OUT = ("tcn", "dcgan", "unet")
 
@@ -44,7 +44,9 @@ def test_the_table_of_the_pages():
         over = {"converted": [converted, 0, 9], "frozen": [frozen, 0, 9]}
         return {"network": f"benchmarks.clients:{name}", "over_eager": over, "error": {"eager": 1e-7, "frozen": 4e-6}}
 
-    *_, a, b, mean = _tables.clients_table({"results": [result("a", 1.0, 2.0), result("b", 4.0, 8.0)]}).splitlines()
+    *_, a, b, mean = _timm_tables.clients_table(
+        {"results": [result("a", 1.0, 2.0), result("b", 4.0, 8.0)]}
+    ).splitlines()
     assert a == "| a | 1.00 | 2.00 | 1.0e-07 / 4.0e-06 |"
     assert b == "| b | 4.00 | 8.00 | 1.0e-07 / 4.0e-06 |"
     assert mean.startswith("| geometric mean | 2.00 | 4.00 |")

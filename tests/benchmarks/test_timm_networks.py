@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import _against, _networks, _rivals, _tables, _timm, timm_networks
+from benchmarks import _against, _networks, _rivals, _timm, _timm_tables, timm_networks
 from benchmarks._against import Result
 from convselect.base.timing import Ratio
 
@@ -258,14 +258,14 @@ def test_summary_and_table():
 def test_the_table_of_the_pages():
     a, b, slow = result("a", frozen=2.0), result("b", frozen=8.0), result("b", threads=2, frozen=0.1)
     runs = {isa: {"results": [asdict(r) for r in of]} for isa, of in (("A", [a, b, slow]), ("B", [b]))}
-    header, _, *rows = _tables.timm_table(runs).splitlines()
+    header, _, *rows = _timm_tables.timm_table(runs).splitlines()
     assert header.count("frozen / best rival") == 2
     assert rows == [  # the worst first; OpenVINO is not there, and only one run has a
         "| a | 4.00 / - / 2.00 | 0.50 | - / - / - | - |",
         "| b | 4.00 / - / 8.00 | 2.00 | 4.00 / - / 8.00 | 2.00 |",
         "| geometric mean | 4.00 / - / 4.00 | 1.00 | 4.00 / - / 8.00 | 2.00 |",
     ]
-    *_, mean = _tables.timm_table({"A": runs["A"]}).splitlines()
+    *_, mean = _timm_tables.timm_table({"A": runs["A"]}).splitlines()
     assert mean == "| geometric mean | 4.00 / - / 4.00 | 1.00 |"
 
 
