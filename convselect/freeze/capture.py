@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
 import torch
@@ -72,7 +73,7 @@ def why_not_captured(root: nn.Module) -> str | None:
     """A reason to leave `root` as it is that shows without running it; None if there is none."""
     for name, module in root.named_modules():
         inner = name or "the module"
-        if name and "forward" in vars(module):
+        if name and _is_replaced(vars(module).get("forward"), module):
             return f"the forward of {name} was replaced"
         if name and has_hooks(module):
             return f"{name} has hooks"
@@ -85,6 +86,12 @@ def why_not_captured(root: nn.Module) -> str | None:
                 kind = f"{type(t).__name__}, {t.dtype} on {t.device}"
                 return f"{'.'.join(part for part in (name, key) if part)} is a {kind}"
     return None
+
+
+def _is_replaced(forward: object, module: nn.Module) -> bool:
+    """Whether a module's own attribute `forward` is more than a choice among its methods, which a module may make when
+    it is built: that is captured as any other method is."""
+    return forward is not None and not (isinstance(forward, MethodType) and forward.__self__ is module)
 
 
 def capture(root: nn.Module, args: tuple[Any, ...]) -> Captured:

@@ -45,9 +45,9 @@ def freeze(model: M, *example: Any) -> M:
       the counter (`.data.copy_`, NumPy) are noticed at once if they reach the one element per weight that each call
       samples, as whole-tensor updates do, within eight calls for biases and statistics, and otherwise when the 64 KiB
       that each call adds up in turn come to them. Other attributes (stride, eps) are read once.
-    - Hooks: a module inside that has forward hooks, or a forward of its own, is called as before, and so are the
-      modules around it; the parts beside and within it are frozen by themselves. If hooks were added later, or global
-      ones are set, calls run the original forward.
+    - Hooks: a module inside that has forward hooks, or a forward that was set and is no method of its own, is called
+      as before, and so are the modules around it; the parts beside and within it are frozen by themselves. If hooks
+      were added later, or global ones are set, calls run the original forward.
     - So it is with control flow and sizes that depend on values of tensors, random numbers, and side effects: the
       modules around them run as they were, without gradients, and the largest parts without all that are frozen.
     - Autocast, tracers, torch.compile, torch.func, dispatch modes, tensor subclasses, other devices, a forced policy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 
@@ -13,6 +14,7 @@ from torch import nn
 
 import convselect
 from convselect.freeze.capture import Uncapturable, capture
+from convselect.freeze.freeze import frozen_forwards
 
 
 class Counts(nn.Module):
@@ -353,3 +355,39 @@ def test_what_has_a_kernel_stays_whole():
             graph = capture(model, (torch.randn(1, 4, *size),)).graph
         assert sum("upsample_nearest" in str(node.target) for node in graph.nodes) == 1
         assert not any("index" in str(node.target) for node in graph.nodes)
+
+
+class ChoosesItsForward(nn.Module):
+    """As FasterNet's partial convolution: the constructor sets `forward` to one of several methods."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 3, padding=1)
+        self.forward = self.forward_split
+
+    def forward_split(self, x):
+        a, b = torch.split(x, [4, 4], dim=1)
+        return torch.cat((self.conv(a), b), 1)
+
+
+def test_a_method_set_as_forward_is_captured():
+    model = randomised(nn.Sequential(nn.Conv2d(3, 8, 1), ChoosesItsForward(), nn.Conv2d(8, 3, 1)))
+    x = torch.randn(1, 3, 12, 12)
+    want = eager(model, x)
+    copied = copy.deepcopy(model)
+    convselect.freeze(copied)
+    with torch.inference_mode():
+        assert distance(copied(x), want) < 1e-5
+    assert list(frozen_forwards(copied)) == [""]  # one part: the model itself
+    convselect.unfreeze(copied)
+    assert copied[1].forward == copied[1].forward_split
+    with torch.inference_mode():
+        assert torch.equal(copied(x), want)
+
+
+@pytest.mark.parametrize("of_another", [True, False])
+def test_another_function_set_as_forward_is_not(of_another):
+    model = nn.Sequential(ChoosesItsForward(), nn.Conv2d(8, 3, 1))
+    model[0].forward = ChoosesItsForward().forward_split if of_another else lambda x: x
+    with pytest.raises(Uncapturable, match="the forward of 0 was replaced"):
+        capture(model, (torch.randn(1, 8, 6, 6),))
