@@ -103,7 +103,7 @@ def capture(root: nn.Module, args: tuple[Any, ...]) -> Captured:
     reason = why_not_captured(root)
     if reason is not None:
         raise Uncapturable(reason)
-    before = [(module, dict(vars(module))) for module in root.modules()]
+    before = [(owner, dict(owner)) for module in root.modules() for owner in (vars(module), *_dictionaries(module))]
     try:
         graph, results, spec, values_read = _recorded(root, args)
     except Uncapturable:
@@ -112,10 +112,10 @@ def capture(root: nn.Module, args: tuple[Any, ...]) -> Captured:
         first_line = (str(error).strip() or "no message").splitlines()[0]
         raise Uncapturable(f"{type(error).__name__}: {first_line:.200}") from error
     finally:
-        changed = [(module, attributes) for module, attributes in before if not _same(vars(module), attributes)]
-        for module, attributes in changed:
-            vars(module).clear()
-            vars(module).update(attributes)
+        changed = [(owner, saved) for owner, saved in before if not _same(owner, saved)]
+        for owner, saved in changed:
+            owner.clear()
+            owner.update(saved)
     if changed:
         raise Uncapturable("forward changes attributes of the model")
     where = _places(root)
@@ -290,14 +290,19 @@ def _recorded(root: nn.Module, args: tuple[Any, ...]) -> tuple[fx.Graph, list[An
     return graph, list(next(iter(reversed(graph.nodes))).args[0]), found[0], recorder.values_read
 
 
+def _dictionaries(module: nn.Module) -> list[dict[str, Any]]:
+    """Attributes that are dictionaries, such as a cache of what a forward makes once (LeViT's attention biases)."""
+    return [value for value in vars(module).values() if type(value) is dict and value is not module._modules]
+
+
 def _places(root: nn.Module) -> dict[int, tuple[str, Source]]:
-    """By the `id` of each tensor of a module: its name, and where it is read."""
+    """By the `id` of each tensor of a module, in its dictionaries too: its name, and where it is read."""
     where: dict[int, tuple[str, Source]] = {}
     for name, module in root.named_modules():
-        for owner in (vars(module), module._buffers, module._parameters):
+        for owner in (vars(module), module._buffers, module._parameters, *_dictionaries(module)):
             for key, t in owner.items():
                 if isinstance(t, Tensor):
-                    where.setdefault(id(t), (f"{name}.{key}" if name else key, (owner, key)))
+                    where.setdefault(id(t), (f"{name}.{key}" if name else str(key), (owner, key)))
     return where
 
 

@@ -391,3 +391,40 @@ def test_another_function_set_as_forward_is_not(of_another):
     model[0].forward = ChoosesItsForward().forward_split if of_another else lambda x: x
     with pytest.raises(Uncapturable, match="the forward of 0 was replaced"):
         capture(model, (torch.randn(1, 8, 6, 6),))
+
+
+class Caches(nn.Module):
+    """As LeViT's attention: what is added is made in the first call in evaluation mode, and kept in a dictionary."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 1)
+        self.table = nn.Parameter(torch.randn(4))
+        self.cache = {}
+
+    def forward(self, x):
+        key = str(x.device)
+        if key not in self.cache:
+            self.cache[key] = self.table[[2, 0, 1, 3]].view(1, 4, 1, 1)
+        return self.conv(x) + self.cache[key]
+
+
+def test_tensors_in_dictionaries_of_modules_are_found_and_watched():
+    model, x = randomised(nn.Sequential(nn.Conv2d(4, 4, 1), Caches())), torch.randn(1, 4, 6, 6)
+    with torch.inference_mode(False), torch.no_grad():
+        want = model(x)
+        convselect.freeze(model, x)
+        assert list(frozen_forwards(model)) == [""]
+        assert frozen_forwards(model)[""].why_original is None
+        assert distance(model(x), want) < 1e-6
+        model[1].cache["cpu"] = torch.zeros(1, 4, 1, 1)
+        assert distance(model(x), want - model[1].table[[2, 0, 1, 3]].view(1, 4, 1, 1)) < 1e-6
+        model[1].cache.clear()
+        assert distance(model(x), want) < 1e-6
+
+
+def test_a_dictionary_that_a_forward_fills_is_as_before():
+    model = randomised(Caches())
+    with torch.no_grad(), pytest.raises(Uncapturable, match="changes attributes"):
+        capture(model, (torch.randn(1, 4, 6, 6),))
+    assert model.cache == {}
