@@ -19,11 +19,16 @@ def convert(model: M, *, policy: str | None = None, where: Callable[[str, nn.Mod
     parametrizations and optimizers remain valid. Copies, replicas and pickles are converted too; a pickle names no
     class of this package, so a process that has not imported it loads plain layers.
 
+    Subclasses are converted as well. One with a forward of its own still runs it, and the convolutions that this calls
+    choose: padding, standardised weights, norms behind the convolution remain what they are. The method of the class
+    is exchanged for one that looks for the mark.
+
     Layers that come later are plain: call `convert` again after adding or replacing some (adapters, a
     re-parametrisation for deployment). It leaves converted ones as they are.
 
-    Not converted: subclasses, which may have a forward of their own; lazy layers that have no weight yet; quantised
-    layers. `convselect.summary(model)` lists them with the reasons.
+    Not converted: lazy layers that have no weight yet; quantised layers; subclasses with an attribute `policy` of their
+    own, and those whose forward is no Python function or was replaced in the layer. `convselect.summary(model)` lists
+    them with the reasons.
 
     Args:
         model: any module, a single convolution included.

@@ -1,35 +1,22 @@
 """`with convselect.enabled():` for code that calls `F.conv2d` itself and has no layer to convert.
 
-It is a torch-function mode, so nothing outside is affected: it sees every torch function that its thread calls inside,
-sends `torch.conv2d` (the function behind `F.conv2d`) to `convselect.conv2d`, `torch.conv1d`, `torch.conv3d` and the
-transposed ones likewise, and passes on all others, which costs about 1 us each.
+It is a torch-function mode (`layer/mode.py`), so nothing outside is affected; every torch function inside costs about
+1 us more.
 """
 
 from __future__ import annotations
 
-import sys
 from contextlib import AbstractContextManager, ContextDecorator
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 
 from convselect.base import settings
-from convselect.functional import conv1d, conv2d, conv3d, conv_transpose1d, conv_transpose2d, conv_transpose3d
-
-_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
-_torch_conv1d: Any = torch.conv1d
-_torch_conv2d: Any = torch.conv2d
-_torch_conv3d: Any = torch.conv3d
-_torch_conv_transpose1d: Any = torch.conv_transpose1d
-_torch_conv_transpose2d: Any = torch.conv_transpose2d
-_torch_conv_transpose3d: Any = torch.conv_transpose3d
-_NAMES = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-_TRANSPOSED_NAMES = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
+from convselect.layer.mode import Choosing
 
 
-class enabled(ContextDecorator, TorchFunctionMode):
+class enabled(ContextDecorator, Choosing):
     """Within this context every `F.conv2d` / `torch.conv2d` call of this thread is a `convselect.conv2d` call; the same
     holds for `conv1d`, `conv3d` and the transposed ones.
 
@@ -68,53 +55,6 @@ class enabled(ContextDecorator, TorchFunctionMode):
         super().__exit__(*error)
         if self._uses:
             self._uses.pop().__exit__(*error)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if kwargs is None:
-            kwargs = {}
-        choosing: Any
-        names: tuple[str, ...]
-        # Comparisons, which dynamo traces.
-        if func is _torch_conv2d:
-            choosing, names = conv2d, _NAMES
-        elif func is _torch_conv1d:
-            choosing, names = conv1d, _NAMES
-        elif func is _torch_conv_transpose2d:
-            choosing, names = conv_transpose2d, _TRANSPOSED_NAMES
-        elif func is _torch_conv_transpose1d:
-            choosing, names = conv_transpose1d, _TRANSPOSED_NAMES
-        elif func is _torch_conv3d:
-            choosing, names = conv3d, _NAMES
-        elif func is _torch_conv_transpose3d:
-            choosing, names = conv_transpose3d, _TRANSPOSED_NAMES
-        else:
-            return func(*args, **kwargs)
-        if not _complete(args, kwargs, names):
-            return func(*args, **kwargs)
-        if _is_dynamo_compiling():
-            from convselect.graph import traced  # needs dynamo
-
-            settled = traced.called_by_convselect()
-        else:
-            settled = _called_by_convselect()
-        return func(*args, **kwargs) if settled else choosing(*args, **kwargs)
-
-
-def _complete(args: Any, kwargs: Any, names: tuple[str, ...]) -> bool:
-    """Whether number and names of the arguments are those of a convolution. PyTorch raises if they are not."""
-    if not kwargs:
-        return 2 <= len(args) <= len(names)
-    given = {*names[: len(args)], *kwargs}
-    return len(given) == len(args) + len(kwargs) and given.issubset(names) and given.issuperset(names[:2])
-
-
-def _called_by_convselect() -> bool:
-    """Whether dispatch or an algorithm made this call, to run natively. Between it and this mode there may be other
-    modes, which pass the call on."""
-    frame = sys._getframe(2)
-    while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
-        frame = frame.f_back
-    return str(frame.f_globals.get("__name__", "")).startswith("convselect.")
 
 
 # ---- without a context ------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import io
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from convselect.aten.arguments import wants_direct_sums
-from convselect.aten.layers import problems_of
+from convselect.aten.layers import Noting, problems_of
 from convselect.base import settings
 from convselect.base.problem import ConvProblem
 from convselect.base.settings import TIMING, Settings
@@ -26,6 +26,7 @@ from convselect.eager import learning, resolve
 from convselect.eager.live_trial import LiveTrial
 from convselect.eager.standing import told
 from convselect.kernels.pool import BY_NAME
+from convselect.layer import computes_itself, unmarked
 from convselect.model import loaded
 
 
@@ -188,20 +189,20 @@ def explain(target: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:
     seen: set[Any] = set()
     direct: dict[str, None] = {}
 
-    def record(name: str, layer: Any, x: Tensor, output_size: Any = None) -> None:
+    def record(name: str, layer: Any, weight: Tensor, problems: list[ConvProblem]) -> None:
         policy = getattr(layer, "policy", None)
         current = settings.current()
         used = current if policy is None else settings.with_policy(current, policy)
-        wanted = torch.is_grad_enabled() and layer.weight.requires_grad
-        if used.chooses and used.precision != "exact" and not wanted and wants_direct_sums(layer.weight):
+        wanted = torch.is_grad_enabled() and weight.requires_grad
+        if used.chooses and used.precision != "exact" and not wanted and wants_direct_sums(weight):
             used = settings.exactly(used)
             direct[name] = None
-        for problem in problems_of(layer, x, output_size):
+        for problem in problems:
             if (name, problem) not in seen:
                 seen.add((name, problem))
                 rows.append(_row(name, problem, used))
 
-    with _recording(target, record):
+    with _buffers_kept(target), recording(dict(target.named_modules()), record):
         target(*inputs, **kwargs)
     predictors = [loaded.get_for(row.problem) for row in rows] if rows else [loaded.get()]
     silent = settings.current().chooses and not any(predictors)
@@ -215,23 +216,49 @@ def explain(target: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:
 
 
 @contextmanager
-def _recording(target: nn.Module, record: Any) -> Iterator[None]:
-    """Hooks on every convolution; buffers restored afterwards."""
-    buffers = {name: b.detach().clone() for name, b in target.named_buffers() if b is not None}
-    handles = []
-    for name, module in target.named_modules():
+def recording(
+    modules: dict[str, nn.Module], record: Callable[[str, Any, Tensor, list[ConvProblem]], None]
+) -> Iterator[None]:
+    """Inside, `record(name, layer, weight, problems)` is called for every call of the convolutions among these modules:
+    what PyTorch's own layers compute follows from their attributes; others are watched, without their marks."""
+    handles: list[Any] = []
+    watched: list[nn.Module] = []
+
+    def watch(name: str, layer: nn.Module) -> None:
+        def enter(layer: nn.Module, args: Any) -> None:
+            Noting(lambda weight, problems: record(name, layer, weight, problems)).__enter__()
+
+        def leave(layer: nn.Module, args: Any, y: Any) -> None:
+            torch._C._pop_torch_function_stack()  # type: ignore[attr-defined]
+
+        handles.append(layer.register_forward_pre_hook(enter))
+        handles.append(layer.register_forward_hook(leave, always_call=True))
+        watched.append(layer)
+
+    def look_at(name: str, layer: Any) -> None:
+        def look(layer: Any, args: Any, kwargs: Any) -> None:
+            if args:
+                record(name, layer, layer.weight, problems_of(layer, *args, **kwargs))
+
+        handles.append(layer.register_forward_pre_hook(look, with_kwargs=True))
+
+    for name, module in modules.items():
         if isinstance(module, nn.modules.conv._ConvNd):
-
-            def look(layer: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
-                if args:
-                    record(name, layer, *args, **kwargs)
-
-            handles.append(module.register_forward_pre_hook(look, with_kwargs=True))
+            (watch if computes_itself(module) else look_at)(name, module)
     try:
-        yield
+        with unmarked(watched):
+            yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def _buffers_kept(target: nn.Module) -> Iterator[None]:
+    buffers = {name: b.detach().clone() for name, b in target.named_buffers() if b is not None}
+    try:
+        yield
+    finally:
         with torch.no_grad():
             for name, buffer in target.named_buffers():
                 buffer.copy_(buffers[name])
@@ -325,4 +352,4 @@ def _table(header: tuple[str, ...], cells: Sequence[tuple[str, ...]]) -> str:
     return out.getvalue().rstrip()
 
 
-__all__ = ["Explanation", "Row", "explain", "explain_problem"]
+__all__ = ["Explanation", "Row", "explain", "explain_problem", "recording"]

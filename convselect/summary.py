@@ -20,7 +20,7 @@ from convselect.eager.standing import TIMED, OnTrial, distrusted, gains, others,
 from convselect.freeze.forward import FrozenForward
 from convselect.freeze.freeze import frozen_forwards
 from convselect.freeze.parts import not_whole, parents
-from convselect.layer import check_module, chooses, why_not_converted
+from convselect.layer import check_module, chooses, computes_itself, why_not_converted
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,14 @@ def _geometry_of(problem: ConvProblem) -> tuple[int, ...]:
 def _geometries(layer: Any) -> list[tuple[int, ...]]:
     """The geometries of a layer's problems: those of an image of one row in one dimension, of the convolution the other
     way round for a transposed one, and with three dimensions of the image that may stand for a volume, too."""
-    padding = layer.padding if layer.padding_mode == "zeros" else 0
+    pads_itself = layer.padding_mode != "zeros"
+    found = _geometries_at(layer, 0 if pads_itself else layer.padding)
+    if computes_itself(layer) and not pads_itself:
+        found += _geometries_at(layer, 0)  # it may
+    return list(dict.fromkeys(found))
+
+
+def _geometries_at(layer: Any, padding: Any) -> list[tuple[int, ...]]:
     channels = [layer.in_channels, layer.out_channels]
     if isinstance(layer, nn.modules.conv._ConvTransposeNd):
         channels.reverse()

@@ -20,8 +20,8 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "convselect"
 
 ORDER = (
-    "cli > demo report > doctor > convselect > convert distributed enabled explain summary > freeze > functional layer"
-    " > graph > eager > tune > model > store > choice measure > aten machine > kernels > base"
+    "cli > demo report > doctor > convselect > convert distributed enabled explain summary > freeze > layer >"
+    " functional > graph > eager > tune > model > store > choice measure > aten machine > kernels > base"
 )
 """A room imports only what stands to the right of it."""
 

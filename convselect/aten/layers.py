@@ -1,4 +1,4 @@
-"""From a convolution layer and its input to the problems of the call."""
+"""From a convolution layer and its input, or a call of a functional convolution, to the problems of the call."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from convselect.aten.arguments import (
     autocast_dtype,
@@ -54,6 +55,13 @@ def problems_of(layer: Any, x: Tensor, output_size: Any = None) -> list[ConvProb
     elif layer.padding_mode != "zeros":
         x = torch.nn.functional.pad(x, layer._reversed_padding_repeated_twice, mode=layer.padding_mode)
         geometry = (layer.stride, (0,) * dimensions, layer.dilation, layer.groups)
+    return problems_of_call(x, weight, layer.bias, geometry, dimensions, transposed)
+
+
+def problems_of_call(
+    x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Any, dimensions: int, transposed: bool
+) -> list[ConvProblem]:
+    """As `problems_of`, for the arguments of a functional convolution; its geometry as tuples."""
     if dimensions == 1:
         raised = one_row(x, weight, geometry)
         if raised is None:
@@ -66,6 +74,45 @@ def problems_of(layer: Any, x: Tensor, output_size: Any = None) -> list[ConvProb
         x, weight = cast_like_autocast(x, cast), cast_like_autocast(weight, cast)
     of, gradients = OF[dimensions == 3, transposed]
     problem = of(x, weight, geometry)
-    if problem is None or not valid(problem, x, weight, layer.bias, geometry, cast=bool(cast)):
+    if problem is None or not valid(problem, x, weight, bias, geometry, cast=bool(cast)):
         return []
     return [problem, *(gradients(x, weight, problem) if torch.is_grad_enabled() else ())]
+
+
+_FUNCTIONS: dict[Any, tuple[int, bool]] = {
+    torch.conv1d: (1, False),
+    torch.conv2d: (2, False),
+    torch.conv3d: (3, False),
+    torch.conv_transpose1d: (1, True),
+    torch.conv_transpose2d: (2, True),
+    torch.conv_transpose3d: (3, True),
+}
+_GEOMETRY = {False: ("stride", "padding", "dilation", "groups"),
+             True: ("stride", "padding", "output_padding", "groups", "dilation")}  # fmt: skip
+
+
+class Noting(TorchFunctionMode):
+    """Inside, `note(weight, problems)` is called for every functional convolution."""
+
+    def __init__(self, note: Any) -> None:
+        super().__init__()
+        self.note = note
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        y = func(*args, **kwargs)  # first: it raises if arguments are wrong
+        if func in _FUNCTIONS:
+            dimensions, transposed = _FUNCTIONS[func]
+            names = ("input", "weight", "bias", *_GEOMETRY[transposed])
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            geometry = tuple(_tuple(given, name, dimensions) for name in _GEOMETRY[transposed])
+            operands = (given["input"], given["weight"], given.get("bias"))
+            self.note(operands[1], problems_of_call(*operands, geometry, dimensions, transposed))
+        return y
+
+
+def _tuple(given: dict[str, Any], name: str, dimensions: int) -> Any:
+    value = given.get(name, 0 if "padding" in name else 1)
+    if name == "groups" or isinstance(value, str):
+        return value
+    return (value,) * dimensions if isinstance(value, int) else tuple(value)

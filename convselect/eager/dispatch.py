@@ -37,6 +37,13 @@ _plan_entries = plans.entries
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
+
+def settings_for(policy: str | None) -> Settings:
+    """The settings in force, with this policy; None: with theirs."""
+    current = _current_settings()
+    return current if policy is None else _settings.with_policy(current, policy)
+
+
 Call = Callable[..., Tensor]
 # (x, weight, bias, geometry, settings) -> the plan
 Maker = Callable[[Tensor, Tensor, Tensor | None, Any, Settings], Any]
@@ -140,4 +147,4 @@ def _refuse_subclasses(settings: Settings, x: Any, weight: Any, bias: Any) -> No
 conv2d = cached.in_front_of(dispatcher(torch.conv2d, make_plan), 2)
 """As `torch.conv2d(x, weight, bias, *geometry)`; see `convselect.conv2d`, which is this with its documentation."""
 
-__all__ = ["conv2d", "dispatcher"]
+__all__ = ["conv2d", "dispatcher", "settings_for"]

@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from convselect.aten.layers import problems_of
 from convselect.base import settings, timing
 from convselect.convert import convert, revert
 from convselect.doctor.bench import bench
 from convselect.doctor.compare import infer
 from convselect.eager.live_trial import LiveTrial
 from convselect.eager.resolve import eager_choice
-from convselect.explain import explain_problem
+from convselect.explain import explain_problem, recording
 from convselect.machine.environment import run_environment
 from convselect.measure.plan_cost import fixed_cost_us
 from convselect.measure.rows import NATIVE
@@ -250,22 +249,14 @@ def _sums(layers: Sequence[Layer], training: bool) -> dict[str, tuple[float | No
 def _posed(model: nn.Module, x: Tensor, training: bool) -> Posed:
     found: Posed = {}
 
-    def hook(name: str) -> Callable[[Any, tuple[Any, ...]], None]:
-        def record(layer: Any, args: tuple[Any, ...]) -> None:
-            if args:
-                for i, problem in enumerate(problems_of(layer, *args)):
-                    calls = found.setdefault((problem, layer.policy, i == 0), {})
-                    calls[name] = calls.get(name, 0) + 1
+    def record(name: str, layer: Any, weight: Tensor, problems: list[ConvProblem]) -> None:
+        for i, problem in enumerate(problems):
+            calls = found.setdefault((problem, layer.policy, i == 0), {})
+            calls[name] = calls.get(name, 0) + 1
 
-        return record
-
-    handles = [model.get_submodule(name).register_forward_pre_hook(hook(name)) for name in summary(model).converted]
-    try:
-        with torch.set_grad_enabled(training), settings.use("native"):
-            model(x)
-    finally:
-        for handle in handles:
-            handle.remove()
+    layers = {name: model.get_submodule(name) for name in summary(model).converted}
+    with torch.set_grad_enabled(training), settings.use("native"), recording(layers, record):
+        model(x)
     order = list(DIRECTIONS)
     return dict(sorted(found.items(), key=lambda item: order.index(item[0][0].direction)))
 

@@ -11,16 +11,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Proxy
+from torch.nn.modules.conv import _ConvNd
 
 from convselect import graph
 from convselect.choice.choose import check_policy as check_policy
 from convselect.eager import dispatch, kinds, volumes
+from convselect.layer import subclasses
 
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _is_exporting = torch.compiler.is_exporting
@@ -273,6 +276,7 @@ def _extra_repr(self: Any) -> str:
 
 def _look_for_marks() -> None:
     """Make the forward of PyTorch's layers look for marks. A layer without one has the class's False."""
+    _ConvNd._convselect = False  # type: ignore[attr-defined]
     forwards = {
         nn.Conv1d: _forward_of(nn.Conv1d, kinds.conv1d, graph.conv1d),
         nn.Conv2d: _forward_of(nn.Conv2d, dispatch.conv2d, graph.conv2d),
@@ -289,7 +293,6 @@ def _look_for_marks() -> None:
     }
     kind: Any
     for kind, forward in forwards.items():
-        kind._convselect = False
         kind.forward = forward
         kind.extra_repr = _extra_repr
 
@@ -302,6 +305,7 @@ def mark(layer: nn.Module, policy: str | None) -> None:
     state = layer.__dict__
     state[_MARK] = True
     state["policy"] = state.get("policy") if policy is None else policy
+    subclasses.route(type(layer), _base_of(layer))
 
 
 def unmark(layer: nn.Module) -> None:
@@ -310,22 +314,45 @@ def unmark(layer: nn.Module) -> None:
         layer.__dict__.pop("policy", None)
 
 
+def _set_state(self: Any, state: Any) -> None:
+    """A copy or a pickle of a marked layer, perhaps in a process in which no other of its class has been converted."""
+    _stock_set_state(self, state)
+    if _MARK in self.__dict__:
+        subclasses.route(type(self), _base_of(self))
+
+
+_stock_set_state: Any = _ConvNd.__setstate__
+_ConvNd.__setstate__ = functools.wraps(_stock_set_state)(_set_state)  # type: ignore[method-assign]
+
+
 def chooses(module: nn.Module) -> bool:
     """Whether this is a converted layer, or a `SelectedConv2d` or its like."""
     if isinstance(module, _SELECTED):
         return True
     base = _base_of(module)
-    if base is None or _MARK not in module.__dict__:
-        return False
-    kind: Any = type(module)
-    return kind.forward is base.forward and (
-        issubclass(base, nn.modules.conv._ConvTransposeNd) or kind._conv_forward is base._conv_forward
-    )
+    return base is not None and _MARK in module.__dict__ and subclasses.is_routed(type(module), base)
+
+
+def computes_itself(module: nn.Module) -> bool:
+    """Whether this convolution's class has a forward of its own: its problems do not follow from its attributes."""
+    base = None if isinstance(module, _SELECTED) else _base_of(module)
+    return base is not None and subclasses.own_method(type(module), base) is not None
+
+
+@contextlib.contextmanager
+def unmarked(layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, these layers are as before they were converted."""
+    marked = [layer for layer in layers if layer.__dict__.pop(_MARK, None)]
+    try:
+        yield
+    finally:
+        for layer in marked:
+            layer.__dict__[_MARK] = True
 
 
 def _base_of(module: nn.Module) -> Any:
     """Which of PyTorch's layers that may be converted this is; None if it is none."""
-    return next((base for base in SELECTED if isinstance(module, base)), None)
+    return next((base for base in (*SELECTED, _ConvNd) if isinstance(module, base)), None)
 
 
 # ---- modules of users ---------------------------------------------------------------------------------------------
@@ -344,40 +371,40 @@ def check_module(target: Any, function: str, verb: str | None = None) -> None:
     names = [
         str(name)
         for name, value in held.items()
-        if isinstance(value, nn.Module) and any(isinstance(m, nn.modules.conv._ConvNd) for m in value.modules())
+        if isinstance(value, nn.Module) and any(isinstance(m, _ConvNd) for m in value.modules())
     ]
     advice = f"; {verb or function} its modules instead: {', '.join(names)}" if names else ""
     raise TypeError(f"{function} takes an nn.Module, not {type(target).__name__}{advice}.")
 
 
 def why_not_converted(module: nn.Module) -> str | None:
-    """None if this is one of PyTorch's plain layers, parametrized or not, which may be converted. "" if it is converted
-    already, or not a convolution. Otherwise a sentence why it is not converted."""
+    """None if this is a convolution that may be converted. "" if it is converted already, or not a convolution.
+    Otherwise a sentence why it is not converted."""
     kind = type(module)
     if chooses(module):
         return ""
-    if kind in SELECTED or _is_parametrized(kind):
-        policy = module.__dict__.get("policy")
-        return None if policy is None or isinstance(policy, str) else "It has an attribute `policy` of another kind."
     base = _base_of(module)
-    if isinstance(module, nn.modules.lazy.LazyModuleMixin) and base is not None:
+    if base is None:
+        quantised = "Conv" in kind.__name__ and "quantized" in kind.__module__
+        return "It is quantised; only floating-point convolutions are converted." if quantised else ""
+    if isinstance(module, nn.modules.lazy.LazyModuleMixin):
         return "It is lazy and has no weight before its first call; convert the model after that."
-    if base is not None:
-        return (
-            f"{kind.__module__}.{kind.__qualname__} is a subclass of nn.{base.__name__} and may compute something else."
-        )
-    if "Conv" in kind.__name__ and "quantized" in kind.__module__:
-        return "It is quantised; only floating-point convolutions are converted."
-    return ""
+    if not _has_room_for_policy(module):
+        return "It has an attribute `policy` of another kind."
+    if subclasses.own_method(kind, base) == "forward" and "forward" in module.__dict__:
+        return "Its forward was replaced before the model was converted."
+    return subclasses.why_not_routed(kind, base)
 
 
-def _is_parametrized(kind: type) -> bool:
-    """Whether this is the class that `torch.nn.utils.parametrize` makes for one module on top of one of PyTorch's."""
-    (base, *others) = kind.__bases__
-    return (
-        base in SELECTED
-        and not others
-        and getattr(kind, "parametrizations", None) is None
-        and kind.__name__ == f"Parametrized{base.__name__}"
-        and vars(kind).keys().isdisjoint({"forward", "_conv_forward"})
-    )
+def _has_room_for_policy(module: nn.Module) -> bool:
+    try:
+        held = getattr(module, "policy", None)
+    except Exception:  # a property, which may raise anything
+        return False
+    if held is None or type(module) in SELECTED:
+        return held is None or isinstance(held, str)
+    try:
+        check_policy(held)
+    except (TypeError, ValueError):
+        return False
+    return "policy" in module.__dict__
