@@ -50,7 +50,7 @@ setup: $(READY)
 
 # Fails on a broken link or anchor.
 docs: $(READY)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -c docs/_site docs build/site
 
 # A TORCH that is given, and is not the one that was given last, installs anew; edited C sources are only compiled.
 GIVEN := $(VENV)/.convselect-torch

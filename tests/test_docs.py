@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import doctest
 import importlib.util
+import inspect
 import io
 import json
 import re
@@ -235,12 +236,20 @@ def test_what_does_not_exist_is_noticed(line, why):
         check_command(shlex.split(line))
 
 
+def _of_the_site(name: str) -> Any:
+    """A module of those that build the site; they need no Sphinx."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / "_site" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", list(sys.path))
+        spec.loader.exec_module(module)
+    return module
+
+
 def test_the_command_line_page_has_every_command_and_option():
-    spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs" / "_site" / "hooks.py")
-    hooks = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(hooks)
-    assert hooks.MARK in (ROOT / "docs" / "command-line.md").read_text()
-    sections = dict(re.findall(r"^#+ `(convselect[^`]*)`\n(.*?)(?=^#+ `|\Z)", hooks.command_reference(), re.M | re.S))
+    text = _of_the_site("commands").command_reference()
+    assert _of_the_site("conf").MARK in (ROOT / "docs" / "command-line.md").read_text()
+    sections = dict(re.findall(r"^#+ `(convselect[^`]*)`\n(.*?)(?=^#+ `|\Z)", text, re.M | re.S))
 
     def walk(name: str, command: Any) -> Iterator[str]:
         yield name
@@ -317,7 +326,7 @@ def test_figures_are_drawn(tmp_path):
 
 
 def _anchors(page: Path) -> set[str]:
-    """As GitHub and MkDocs make them of headings in plain words."""
+    """As GitHub and Sphinx make them of headings in plain words."""
     tokens = MarkdownIt().parse(page.read_text())
     titles = [after.content for token, after in pairwise(tokens) if token.type == "heading_open"]
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
@@ -335,6 +344,17 @@ def test_links_of_the_pages_outside_the_site(name):
 
 
 def test_every_page_is_in_the_navigation():
-    """MkDocs warns of it as well, but only if it is installed."""
-    listed = re.findall(r"([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
-    assert sorted(listed) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
+    """Sphinx warns of it as well, but only if it is installed."""
+    conf = _of_the_site("conf")
+    listed = ["index", *(page for pages in conf.NAVIGATION.values() for page in pages)]
+    assert sorted(listed) == sorted(page.stem for page in (ROOT / "docs").glob("*.md"))
+
+
+def test_names_of_the_interface_are_documented():
+    conf = _of_the_site("conf")
+    names = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
+    assert len(names) > 40
+    for name in names:
+        assert re.search(rf"auto(function|class|exception):: {re.escape(name)}\n", conf._documented(name))
+        module, _, last = name.rpartition(".")
+        assert inspect.getdoc(getattr(sys.modules[module], last)), name

@@ -1,11 +1,8 @@
-"""Called by MkDocs: the reference of the command line is written by typer's own generator when the site is built."""
+"""The reference of the command line, written by typer's own generator when the site is built."""
 
 from __future__ import annotations
 
 import re
-from typing import Any
-
-MARK = "<!-- the commands -->"
 
 
 def command_reference() -> str:
@@ -24,12 +21,3 @@ def command_reference() -> str:
     parts = re.split(r"(```.*?```|`[^`\n]*`)", text, flags=re.DOTALL)
     parts[::2] = [part.replace("<", "&lt;") for part in parts[::2]]
     return "".join(parts).replace("```console", "```text")
-
-
-def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Raises ValueError where the page has lost its mark."""
-    if page.file.src_uri != "command-line.md":
-        return markdown
-    if MARK not in markdown:
-        raise ValueError(f"docs/command-line.md has no {MARK}")
-    return markdown.replace(MARK, command_reference())
