@@ -26,7 +26,8 @@ import psutil
 import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -35,6 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import convselect
 from benchmarks import _timm
 from benchmarks._tables import geometric_mean
+from convselect.cli.console import progress
 from convselect.kernels import _library
 
 _MIB = 2**20
@@ -144,9 +146,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     found = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        for network in bar.track(options.models, description="measuring"):
+    with progress(*columns) as bar:
+        task = bar.add_task("", total=len(options.models))
+        for network in options.models:
+            bar.update(task, description=escape(network))
             found.append(measure_apart(network))
+            bar.advance(task)
     console.print(table(found))
     ratios = [_ratio(m) for m in found if m.frozen_intermediates]
     if ratios:

@@ -27,13 +27,14 @@ import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from benchmarks import _classes, _kernels
 from benchmarks._classes import CLASSES, KernelClass
 from benchmarks._kernels import Measured, Summary
 from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction
+from convselect.cli.console import progress
 from convselect.demo.demo import restart_with_tuned_malloc
 from convselect.demo.tables import print_environment
 from convselect.machine.environment import run_environment
@@ -140,7 +141,7 @@ def run_kernels(options: argparse.Namespace, console: Console) -> tuple[dict[str
     todo = list(dict.fromkeys(p for problems in planned.values() for p in problems))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     # Redrawn between problems only: a thread that draws would be timed as well.
-    with Progress(*columns, console=Console(stderr=True), auto_refresh=False, transient=True) as bar:
+    with progress(*columns, auto_refresh=False) as bar:
         task = bar.add_task("measuring", total=len(todo))
         for problem in todo:
             bar.update(task, refresh=True)

@@ -29,7 +29,7 @@ import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor, nn
 
@@ -43,6 +43,7 @@ from benchmarks._trials_machine import restart
 from benchmarks.models import calibrate_batch_norm
 from convselect.base import timing
 from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, conv_problem
+from convselect.cli.console import progress
 from convselect.demo.tables import print_environment
 from convselect.machine.environment import run_environment
 
@@ -334,7 +335,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     # Redrawn between layers only: a thread that draws would be timed as well.
     todo = [layer for layer in LAYERS if layer.kind in options.kinds]
-    with Progress(*columns, console=Console(stderr=True), auto_refresh=False, transient=True) as bar:
+    with progress(*columns, auto_refresh=False) as bar:
         task = bar.add_task("", total=len(todo))
         for layer in todo:
             bar.update(task, description=escape(f"{layer.kind} {layer}"), refresh=True)

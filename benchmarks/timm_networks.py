@@ -34,7 +34,7 @@ import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 import convselect
@@ -43,6 +43,7 @@ from benchmarks._against import Result
 from benchmarks._tables import geometric_mean
 from benchmarks._trials_machine import restart
 from convselect.base.timing import Deadline
+from convselect.cli.console import progress
 from convselect.demo.tables import print_environment
 from convselect.machine.environment import run_environment
 
@@ -265,7 +266,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     todo = [(n, mode, t) for t in options.threads for mode in modes for n in options.models]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     # Redrawn between networks only: a thread that draws would take time from what is measured.
-    with Progress(*columns, console=Console(stderr=True), auto_refresh=False, transient=True) as bar:
+    with progress(*columns, auto_refresh=False) as bar:
         task = bar.add_task("", total=len(todo))
         for network, mode, threads in todo:
             bar.update(task, description=escape(network), refresh=True)

@@ -157,10 +157,14 @@ def say_counts(told: Mapping[str, Any], name: str) -> None:
 # ---- progress -----------------------------------------------------------------------------------------------------
 
 
-def progress(*columns: "ProgressColumn") -> "Progress":
+def progress(*columns: "ProgressColumn", auto_refresh: bool = True) -> "Progress":
     """rich's progress bar on standard error. If that is no terminal that can draw, a plain line instead: when a stage
-    begins (an update with completed=0), and after that with the first update of every ten seconds. Never by a thread of
-    its own, since most commands measure."""
+    begins (an update with completed=0), and after that with the first update of every ten seconds. Lines are never
+    written by a thread, since most commands measure.
+
+    Args:
+        auto_refresh: False: the bar is not drawn by a thread either, but only by updates with `refresh=True`.
+    """
     from rich.progress import Progress
 
     class Lines(Progress):
@@ -175,7 +179,7 @@ def progress(*columns: "ProgressColumn") -> "Progress":
 
     out = console(stderr=True)
     if out.is_terminal and not out.is_dumb_terminal:
-        return Progress(*columns, console=out, transient=True)
+        return Progress(*columns, console=out, transient=True, auto_refresh=auto_refresh)
     return Lines(*columns, console=out, disable=True)
 
 

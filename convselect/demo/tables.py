@@ -151,14 +151,20 @@ def print_numbers(console: Console, results: Sequence[ModelResult], env: Mapping
         console.print("Fewer than 5 rounds say little; --seconds buys more.")
 
 
+LINE_EVERY_S = 10.0
+"""How often a long stage says so if no bar can be drawn."""
+
+
 class StageBar:
-    """A bar on a terminal, a line per stage elsewhere. Redrawn only between timed stretches, never by a thread."""
+    """A bar on a terminal; elsewhere a line per stage, and one every ten seconds. Redrawn only between timed stretches,
+    never by a thread."""
 
     STAGES = ("building", "comparing with float64", "timing inference", "timing training")
 
     def __init__(self, console: Console, names: Sequence[str]) -> None:
         self._console = console
         self._last = ""
+        self._said_at = 0.0
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
         self.progress = Progress(
             *columns, console=console, auto_refresh=False, transient=True, disable=not console.is_terminal
@@ -167,8 +173,11 @@ class StageBar:
 
     def stage(self, index: int, name: str, stage: str, fraction: float) -> None:
         text = f"{name}: {stage}"
-        if text != self._last and not self._console.is_terminal:
-            self._console.print(escape(text), soft_wrap=True)
-        self._last = text
         done = len(self.STAGES) * index + self.STAGES.index(stage) + fraction
+        now = self.progress.get_time()
+        if not self._console.is_terminal and (text != self._last or now - self._said_at >= LINE_EVERY_S):
+            share = "" if text != self._last else f", {fraction:.0%}"
+            self._console.print(escape(f"{text}{share}"), soft_wrap=True)
+            self._said_at = now
+        self._last = text
         self.progress.update(self._task, description=escape(text), completed=done, refresh=True)

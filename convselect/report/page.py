@@ -224,8 +224,14 @@ def _spent(end: EndToEnd, layers: Sequence[Layer], kinds: Mapping[str, str]) -> 
     after = max(0.0, both.converted.median - end.layers_chosen_us)
     key.append(("rest", "everything else", before, after))
     bars = []
-    for i, (side, whole) in enumerate((("nn.Conv2d", both.native), ("converted", both.converted))):
-        values = [(kind, name, times_us[i]) for kind, name, *times_us in key]
+    *convolutions, rest = key
+    # Before, PyTorch computes all of them: the colours are those of what computes them after.
+    stock = ("native", "convolutions, by PyTorch", math.fsum(one[2] for one in convolutions))
+    sides = (
+        ("nn.Conv2d", both.native, [stock, (*rest[:2], rest[2])]),
+        ("converted", both.converted, [(kind, name, us) for kind, name, _, us in key]),
+    )
+    for side, whole, values in sides:
         parts = tuple((kind, us, name, f"{name}: {duration(us)}") for kind, name, us in values)
         bars.append(Bar(side, duration(max(whole.median, math.fsum(us for _, _, us in values))), parts))
     return Spent(stacks(f"{end.mode}: where the time goes", bars), tuple(key))

@@ -19,6 +19,7 @@ copyright = "MIT licence"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 root_doc = "index"
 exclude_patterns = ["_site/**"]
+smartquotes = False  # "auto" is a value
 nitpicky = False  # types of signatures have no page of their own
 
 html_theme = "furo"
@@ -83,6 +84,14 @@ def _documented(name: str) -> str:
     return f"```{{eval-rst}}\n.. auto{kind}:: {name}\n{members}```"
 
 
+def _as_restructured(app: Any, what: str, name: str, found: Any, options: Any, lines: list[str]) -> None:
+    """Indented blocks of docstrings are verbatim, as in Markdown."""
+    for i in range(len(lines) - 2):
+        depth = [len(line) - len(line.lstrip()) for line in (lines[i], lines[i + 2])]
+        if lines[i].endswith(":") and not lines[i + 1].strip() and depth[1] >= depth[0] + 4:
+            lines[i] += ":"
+
+
 def _skip(app: Any, what: str, name: str, found: Any, skip: bool, options: Any) -> bool | None:
     """Fields of named tuples that have no description but their position."""
     return True if (inspect.getdoc(found) or "").startswith("Alias for field number") else None
@@ -91,3 +100,4 @@ def _skip(app: Any, what: str, name: str, found: Any, skip: bool, options: Any) 
 def setup(app: Any) -> None:
     app.connect("source-read", _read)
     app.connect("autodoc-skip-member", _skip)
+    app.connect("autodoc-process-docstring", _as_restructured, priority=400)  # before napoleon

@@ -545,6 +545,8 @@ def test_the_whole_is_the_sum_of_its_parts(measured):
     widths = [r.width for r in spent.chart.rects]
     assert widths[0] / widths[1] == pytest.approx(1.5)
     assert sum(widths[:2]) / sum(widths[2:]) == pytest.approx(2.0)
+    # What PyTorch computes has PyTorch's colour, whoever computes it afterwards.
+    assert [r.kind for r in spent.chart.rects] == ["native", "rest", "c0", "rest"]
     assert not end.disturbed
     busy = dataclasses.replace(end, wall=Sides(Spread(1300.0), Spread(600.0), Spread(2.1)))
     assert busy.disturbed
