@@ -154,8 +154,8 @@ def test_timm(name, timm):
     arguments = {"img_size": 64} if name.startswith("vit") else {}
     model = timm.create_model(name, pretrained=False, num_classes=10, **arguments)
     ours, within = compare(model, (torch.randn(2, 3, 64, 64),))
-    if name.startswith("tf_") or "nf" in name:  # these have convolutions that are no plain nn.Conv2d
-        assert within > ours
+    # Subclasses with a forward of their own included, which the tf_ models and the normaliser-free ones have.
+    assert within == ours
 
 
 def test_timm_in_channels_last(timm):
