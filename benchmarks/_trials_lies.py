@@ -21,8 +21,6 @@ PREDICTED = math.log(3.0)
 class LyingPrediction:
     """`worst`, predicted three times as fast as native; then native, and the others far behind."""
 
-    margin = 0.0
-
     def __init__(self, worst: Sequence[str]) -> None:
         self._worst = worst
         self.ranked = [*worst, NATIVE, *(a.name for a in ALL if a.name != NATIVE and a.name not in worst)]
@@ -31,6 +29,9 @@ class LyingPrediction:
         if name in self._worst:
             return PREDICTED - 0.01 * self._worst.index(name)
         return 0.0 if name == NATIVE else -3.0
+
+    def margin_of(self, name: str) -> float:
+        return 0.0
 
     def probability(self, name: str) -> float:
         return 0.9 / len(self._worst) if name in self._worst else 0.1 / len(self.ranked)

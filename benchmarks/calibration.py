@@ -52,6 +52,7 @@ def measure(artifact: Path, times: Path, seed: int = 0) -> dict[str, dict[str, f
     table = table.part(float32)  # 16-bit types are declined if the processors differ in their support
     predictor = Predictor.load(artifact)
     gains, admitted = artifact_gains(predictor, table), ev.admitted(table)
+    margins = np.broadcast_to(ev.margins_of(table, predictor.card.margin, predictor.card.margins), gains.shape)
     rng = np.random.default_rng(seed)
     result: dict[str, dict[str, float]] = {}
     for count in COUNTS:
@@ -60,12 +61,12 @@ def measure(artifact: Path, times: Path, seed: int = 0) -> dict[str, dict[str, f
             order = rng.permutation(len(table.problems))
             members, rest = order[:count], order[max(COUNTS) :]  # always the same number judged
             now = corrected(gains, table, members) if count else gains
-            choice = ev.chosen(now[rest], admitted[rest], predictor.card.margin)
+            choice = ev.chosen(now[rest], admitted[rest], margins[rest])
             draws.append(ev.judge(choice, admitted[rest]))
         result[f"{count} problems"] = {name: float(np.mean([d[name] for d in draws])) for name in draws[0]}
     home = Predictor.load(artifact.with_name(f"{times.name.removeprefix('times-').split('.')[0]}.npz"))
     gains = artifact_gains(home, table)
-    choice = ev.chosen(gains, admitted, home.card.margin)
+    choice = ev.chosen(gains, admitted, ev.margins_of(table, home.card.margin, home.card.margins))
     result["at home (trained on these)"] = ev.judge(choice, admitted)
     return result
 

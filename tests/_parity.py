@@ -48,6 +48,9 @@ class Favourite:
     def log_gain(self, name: str) -> float:
         return self.gain if name == self.name else 0.0
 
+    def margin_of(self, name: str) -> float:
+        return self.margin
+
     def probability(self, name: str) -> float:
         return 0.9 if name == self.name else 0.1
 

@@ -13,14 +13,15 @@ _numbers = itertools.count()
 
 
 class FakePrediction:
-    margin = 0.08
-
     def __init__(self, ranked: list[str], gain: float) -> None:
         self.ranked = ranked
         self._gain = gain
 
     def log_gain(self, name: str) -> float:
         return 0.0 if name == "native" else math.log(self._gain)
+
+    def margin_of(self, name: str) -> float:
+        return 0.08
 
     def probability(self, name: str) -> float:
         return 1.0 / len(self.ranked)

@@ -387,6 +387,23 @@ def conv_problem(
     )  # fmt: skip
 
 
+KERNEL_CLASSES = ("1x1", "3x3", "strided", "depthwise", "grouped", "large", "other")
+
+
+def kernel_class(problem: ConvProblem) -> str:
+    """The one of `KERNEL_CLASSES` under which a problem is sampled, reported and has margins."""
+    p = problem
+    if max(p.R, p.S) >= 7:
+        return "large"
+    if p.groups > 1:
+        return "depthwise" if p.is_depthwise else "grouped"
+    if p.stride != (1, 1):
+        return "strided"
+    if p.R == p.S and p.R in (1, 3) and p.dilation == (1, 1):
+        return f"{p.R}x{p.S}"
+    return "other"
+
+
 def pair(value: int | Sequence[int]) -> tuple[int, int]:
     """An int, a sequence of one or a sequence of two, as two ints."""
     if isinstance(value, int):

@@ -80,11 +80,11 @@ class Choice:
 
 class Prediction(Protocol):
     """A predictor's result for one problem. `ranked` has every name it knows, best first; native is kept unless the
-    predicted ln(t_native / t) is above `margin`."""
+    predicted ln(t_native / t) of an algorithm is above its `margin_of`."""
 
     ranked: Sequence[str]
-    margin: float
 
+    def margin_of(self, name: str) -> float: ...
     def log_gain(self, name: str) -> float: ...
     def probability(self, name: str) -> float: ...
 
@@ -131,8 +131,8 @@ def choose(
     """Forced > store > model (confident, within budgets) > native. (This process's own cache is asked before.)
 
     Masking comes after ranking: the model ranks all names it knows; those that are unknown here, do not apply, are
-    disabled or over a budget are dropped; the first that is left is taken if its predicted gain over native exceeds the
-    prediction's margin. A policy that names an algorithm overrides disabled algorithms and budgets.
+    disabled or over a budget are dropped, and so are those whose predicted gain over native does not exceed their
+    margin; the first that is left is taken. A policy that names an algorithm overrides disabled algorithms and budgets.
 
     Args:
         algorithms: name -> algorithm; must hold "native".
@@ -169,8 +169,8 @@ def choose(
         if algorithm is None:
             continue
         log_gain = prediction.log_gain(name)
-        if log_gain <= prediction.margin:
-            break  # ranked: nothing after this gains more
+        if log_gain <= prediction.margin_of(name):
+            continue  # the next may have a lower margin
         reason = refusal(algorithm, problem, settings)
         if refused is not None:
             refused[name] = reason

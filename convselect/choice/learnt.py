@@ -139,11 +139,11 @@ def layer_of(problem: ConvProblem) -> str:
 class Corrected:
     """A prediction with what was learnt since; itself a `Prediction`."""
 
-    __slots__ = ("_estimates", "_gains", "_raw", "margin", "ranked")
+    __slots__ = ("_estimates", "_gains", "_raw", "margin_of", "ranked")
 
     def __init__(self, raw: Prediction, learnt: Learnt, problem: ConvProblem) -> None:
         self._raw = raw
-        self.margin = raw.margin
+        self.margin_of = raw.margin_of
         self.ranked = raw.ranked
         self._estimates: dict[str, Estimate] = {}
         self._gains: dict[str, float] = {}

@@ -204,6 +204,10 @@ def train(
     seed: Annotated[int | None, typer.Option(help="Random seed.")] = None,
     split: _Split = "family",
     folds: Annotated[int, typer.Option(min=2, help="Number of folds.")] = 5,
+    in_networks: Annotated[
+        list[Path] | None,
+        typer.Option(help="Times of calls within networks, for margins by kind; may be repeated."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The held-out figures as JSON.")] = False,
 ) -> None:
     """Cross-validate, fit on everything, and write the artifact with its card."""
@@ -217,7 +221,7 @@ def train(
     with refusing("train"), at_work("training"):
         if out.exists() and not (out.is_dir() and os.access(out, os.W_OK)):
             raise ValueError(f"--out: {out} is no folder that may be written to")
-        card = fit(times, family, out, recipe, n_folds=folds, how=split)
+        card = fit(times, family, out, recipe, n_folds=folds, how=split, in_networks=in_networks or [])
     if as_json:
         say_json(card.figures)
         return
@@ -261,7 +265,9 @@ def evaluate(
         list[str] | None, typer.Option(help='Features it does not look at; may be repeated, "" for none.')
     ] = None,
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
-    learning_curve: Annotated[bool, typer.Option("--learning-curve", help="Also train on parts of the data.")] = False,
+    learning_curve: Annotated[
+        bool, typer.Option("--learning-curve", help="Also train on an eighth, a quarter, half of the networks.")
+    ] = False,
     figures: Annotated[Path | None, typer.Option(help="Folder for figures of the last one judged.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
 ) -> None:
@@ -295,7 +301,16 @@ def _say_judged(result: dict[str, Any]) -> None:
         typer.echo(
             f"label noise: of {noise['problems']} problems measured twice the winner changed in "
             f"{noise['winner_changes_share']:.1%}; a perfect reader of the first measurement reaches "
-            f"{noise['fraction_of_oracle_mean']:.4f} of the second one's oracle"
+            f"{noise['fraction_of_oracle_mean']:.4f} of the second one's oracle, "
+            f"{noise['fraction_of_oracle_p10']:.3f} at the 10th percentile"
+        )
+    for problems, of in (result["learning_curve"] or {}).items():
+        native = (
+            f", {of['slower_than_native_share']:.1%} slower than native" if "slower_than_native_share" in of else ""
+        )
+        typer.echo(
+            f"trained on {problems} problems, without a margin: {of['fraction_of_oracle_mean']:.4f} of oracle, "
+            f"{of['fraction_of_oracle_p10']:.3f} at the 10th percentile{native}"
         )
     for name, judged in result["judged"].items():
         for algorithm, found in judged.get("r_squared", {}).items():

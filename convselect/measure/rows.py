@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from convselect.base.problem import IMAGE_FIELDS, ConvProblem, Direction
+from convselect.base.problem import KERNEL_CLASSES as KERNEL_CLASSES  # rows are sampled and reported by it
+from convselect.base.problem import kernel_class as kernel_class
 
 NATIVE = "native"
 STATUSES = ("ok", "wrong", "failed", "censored")
-
-KERNEL_CLASSES = ("1x1", "3x3", "strided", "depthwise", "grouped", "large", "other")
 
 
 class Row(NamedTuple):
@@ -53,20 +53,6 @@ _DEPTH = ConvProblem._fields[IMAGE_FIELDS:]
 HEADER = ("model", "kernel_class", *ConvProblem._fields[:IMAGE_FIELDS], *Row._fields[2:])
 """Columns of a file. One with volumes has `_DEPTH` behind them; files of images alone are as they always were."""
 _HEADERS = (HEADER, HEADER[:-1], (*HEADER, *_DEPTH))  # files from before problems were measured twice lack `repeat`
-
-
-def kernel_class(problem: ConvProblem) -> str:
-    """The one of `KERNEL_CLASSES` under which a problem is sampled and reported."""
-    p = problem
-    if max(p.R, p.S) >= 7:
-        return "large"
-    if p.groups > 1:
-        return "depthwise" if p.is_depthwise else "grouped"
-    if p.stride != (1, 1):
-        return "strided"
-    if p.R == p.S and p.R in (1, 3) and p.dilation == (1, 1):
-        return f"{p.R}x{p.S}"
-    return "other"
 
 
 SPECIAL_KINDS = ("dilated", "patches", "thin", "one row", "strided", "1x1 strided", "plain")

@@ -18,6 +18,7 @@ from convselect.kernels._contract import GRADE_OF_PRECISION
 from convselect.kernels.pool import BY_NAME
 from convselect.measure.rows import Row, kernel_class, special_kind
 from convselect.model.dataset import Table, family_of, folds
+from convselect.model.features import margins_for
 
 MARGINS = (0.15, 0.2, 0.25, 0.3, 0.4)
 """Candidates for the predicted ln(t_native / t) up to which native is kept. None is lower, although 0.1 would do for
@@ -54,13 +55,37 @@ def admitted(table: Table, precision: str = "native") -> Floats:
     return times
 
 
-def chosen(gains: Floats, times_us: Floats, margin: float, native: int | None = 0) -> Ints:
-    """The choices of `choose`, (n,): the applicable algorithm with the best prediction, or native up to the margin."""
+def chosen(gains: Floats, times_us: Floats, margin: float | Floats, native: int | None = 0) -> Ints:
+    """The choices of `choose`, (n,): of the applicable algorithms that are predicted to gain more than their margin the
+    one with the best prediction, or native if there is none.
+
+    Args:
+        margin: one, or one for each problem and algorithm (n, c), as `margins_of` gives them.
+    """
     masked = np.where(np.isfinite(times_us), gains, -np.inf)
-    best: Ints = masked.argmax(1).astype(np.int64)
     if native is not None:
-        best[masked.max(1) <= margin] = native
+        enough = masked > margin
+        enough[:, native] = True
+        masked = np.where(enough, masked, -np.inf)
+    best: Ints = masked.argmax(1).astype(np.int64)
     return best
+
+
+Margins = Mapping[str, Mapping[str, float]]
+"""Kind of problems (`features.margin_kind`) -> algorithm -> margin."""
+
+
+def margins_of(table: Table, margin: float, margins: Margins) -> float | Floats:
+    """The margins of an artifact's card for each problem and algorithm of a table, (n, c); `margin` itself if there are
+    no others."""
+    if not margins:
+        return margin
+    found = np.full(table.times_us.shape, margin)
+    for i, problem in enumerate(table.problems):
+        for name, own in (margins_for(problem, margins) or {}).items():
+            if name in table.names:
+                found[i, table.names.index(name)] = own
+    return found
 
 
 def best_of(gains: Floats, times_us: Floats, k: int) -> Ints:
@@ -236,11 +261,24 @@ def held_out(table: Table, fit: Fit, fold: Ints, only: Iterable[int] | None = No
 def cross_validated(
     table: Table, fit: Fit, fold: Ints, only: Iterable[int] | None = None
 ) -> tuple[Floats, dict[str, Any]]:
-    """(held-out gains (m, c), figures on those problems). The margin of a fold is chosen on the other folds' held-out
-    gains; if only one fold was held out, on one of the others with a model trained on the rest."""
+    """(held-out gains (m, c), figures on those problems)."""
     gains, members = held_out(table, fit, fold, only)
+    return gains, figures_of(table, fit, fold, gains, members)
+
+
+def figures_of(
+    table: Table, fit: Fit, fold: Ints, gains: Floats, members: Ints, by_kind: Margins | None = None
+) -> dict[str, Any]:
+    """Figures of held-out gains. The margin of a fold is chosen on the other folds' held-out gains; if only one fold
+    was held out, on one of the others with a model trained on the rest.
+
+    Args:
+        gains, members: as `held_out` gives them.
+        by_kind: margins that take its place.
+    """
     times, native, of = admitted(table)[members], table.native, fold[members]
-    choice = np.zeros(len(members), np.int64)
+    part, by_kind = table.part(members), by_kind or {}
+    choice, one = np.zeros(len(members), np.int64), np.zeros(len(members), np.int64)
     distinct = sorted(set(of.tolist()))
     for k in distinct:
         held = of == k
@@ -252,11 +290,12 @@ def cross_validated(
             inner, inner_fold = table.part(fold != k), fold[fold != k]
             inside, inner_members = held_out(inner, fit, inner_fold, only=[int(inner_fold.min())])
             margin = best_margin(inside, admitted(inner)[inner_members], native)
-        choice[held] = chosen(gains[held], times[held], margin, native)
-    part = table.part(members)
+        one[held] = chosen(gains[held], times[held], margin, native)
+        choice[held] = chosen(gains[held], times[held], margins_of(part.part(held), margin, by_kind), native)
     order = fixed_order(times)
     found: dict[str, Any] = {
         "overall": judge(choice, times, native),
+        **({"one_margin": judge(one, times, native)} if by_kind else {}),
         "without_margin": judge(chosen(gains, times, 0.0, native), times, native),
         "best_of_2": judge(best_of(gains, times, 2), times, native),
         "best_of_3": judge(best_of(gains, times, 3), times, native),
@@ -269,7 +308,7 @@ def cross_validated(
     for title, labels in by_group(part).items():
         groups = {name: np.array([label == name for label in labels]) for name in sorted(set(labels))}
         found[title] = {name: judge(choice[g], times[g], native) for name, g in groups.items()}
-    return gains, found
+    return found
 
 
 # ---- label noise ------------------------------------------------------------------------------------------------

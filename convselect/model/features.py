@@ -11,12 +11,13 @@ The set is frozen: an artifact trained on one version refuses another (`FEATURES
 from __future__ import annotations
 
 from array import array
+from collections.abc import Mapping
 from math import log2
 
 import numpy as np
 import numpy.typing as npt
 
-from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction
+from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Direction, kernel_class
 
 FEATURES_VERSION = 3
 """Raise it with every change to `FEATURE_NAMES` or to the meaning of a feature, and retrain the artifacts."""
@@ -137,3 +138,20 @@ def kinds(problem: ConvProblem) -> tuple[str, ...]:
     if (p.R == 1) != (p.S == 1):
         found.append("one-row")
     return tuple(f"{p.direction} {kind}" for kind in found or ["plain"])
+
+
+ELSEWHERE = "elsewhere"
+
+
+def margin_kind(problem: ConvProblem) -> str:
+    """The kind of problems, such as "forward contiguous 1x1", under which an artifact has margins (`model/margins.py`).
+    `ELSEWHERE`: nothing like it was measured in networks, such as other types than float32, or several threads.
+    Artifacts name kinds, so they are never renamed."""
+    if problem.dtype != "float32" or problem.threads != 1:
+        return ELSEWHERE
+    return f"{problem.direction} {problem.layout} {kernel_class(problem)}"
+
+
+def margins_for(problem: ConvProblem, margins: Mapping[str, Mapping[str, float]]) -> Mapping[str, float] | None:
+    """Of margins by kind those of a problem, by algorithm; None if there are none."""
+    return margins.get(margin_kind(problem)) or margins.get(ELSEWHERE)

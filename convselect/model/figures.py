@@ -22,7 +22,7 @@ def draw(
     times_us: Floats,
     choice: Ints,
     reliability: Mapping[str, Sequence[float]],
-    learning: Mapping[int, float] | None = None,
+    learning: Mapping[int, Mapping[str, float]] | None = None,
 ) -> list[Path]:
     """Write the figures into a folder, which is made if necessary; returns their paths.
 
@@ -30,7 +30,7 @@ def draw(
         table, times_us, choice: the judged problems (n), the times of what could be chosen (n, c), and the choices
             (n,).
         reliability: as `evaluate.reliability` gives it.
-        learning: number of training problems -> fraction of oracle.
+        learning: number of training problems -> figures, as `evaluate.judge` gives them.
 
     Raises:
         ModuleNotFoundError: without matplotlib.
@@ -106,8 +106,8 @@ def _reliability(folder: Path, found: Mapping[str, Sequence[float]]) -> Path:
     return _save(axes, folder / "reliability.png", f"reliability (calibration error {found['ece'][0]:.3f})")
 
 
-def _learning_curve(folder: Path, learning: Mapping[int, float]) -> Path:
+def _learning_curve(folder: Path, learning: Mapping[int, Mapping[str, float]]) -> Path:
     axes = _axes(5)
-    axes.plot(list(learning), list(learning.values()), marker="o")
+    axes.plot(list(learning), [of["fraction_of_oracle_mean"] for of in learning.values()], marker="o")
     axes.set(xlabel="training problems", ylabel="mean fraction of oracle", xscale="log")
     return _save(axes, folder / "learning_curve.png", "how many problems")

@@ -30,7 +30,7 @@ from convselect.measure import plan_cost
 from convselect.model import _archive
 from convselect.model._archive import Array
 from convselect.model._archive import ArtifactError as ArtifactError  # other files import it from here
-from convselect.model.features import FEATURE_NAMES, FEATURES_VERSION, features, kinds
+from convselect.model.features import FEATURE_NAMES, FEATURES_VERSION, features, kinds, margins_for
 
 FORMAT_VERSION = 1
 WHAT = "model file"
@@ -63,6 +63,8 @@ _Name = Annotated[str, Meta(min_length=1, max_length=200)]
 _Names = Annotated[tuple[_Name, ...], Meta(min_length=1, max_length=1000)]
 _Whole = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 _Positive = Annotated[float, Meta(ge=1e-3, le=1e3)]
+_Margin = Annotated[float, Meta(ge=0, le=MOST_LOG_GAIN)]
+_Margins = Mapping[_Name, _Margin]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +76,8 @@ class Card:
         algorithm_names: one per logit; names, never positions in the pool.
         alpha: exponent of the training target, p ~ t**-alpha; logit differences / alpha are log ratios of times.
         margin: predicted ln(t_native / t) up to which native should be kept.
+        margins: kind of problems (`features.margin_kind`) -> algorithm -> the margin that takes the place of `margin`
+            there (`model/margins.py`).
         dtypes: element types with enough measured problems.
         device: device kind of the measured problems.
         tf32: whether float32 problems computed in TF32 were measured.
@@ -92,13 +96,14 @@ class Card:
     family: _Name
     algorithm_names: _Names
     alpha: _Positive
-    margin: Annotated[float, Meta(ge=0, le=MOST_LOG_GAIN)]
+    margin: _Margin
     dtypes: tuple[_Name, ...]
     device: _Name = "cpu"
     host_flags: Mapping[str, bool] = dataclasses.field(default_factory=dict)
     threads: Annotated[tuple[Annotated[int, Meta(ge=1, le=2**20)], ...], Meta(min_length=1)] = (1,)
     revisions: Mapping[str, _Whole] = dataclasses.field(default_factory=dict)
     timed: Mapping[str, tuple[_Name, ...]] | None = None
+    margins: Mapping[_Name, _Margins] = dataclasses.field(default_factory=dict)
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     data: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     figures: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -186,10 +191,10 @@ class Prediction:
     Attributes:
         names, logits: the artifact's names and their logits.
         ranked: all names, fastest predicted first.
-        margin: predicted ln(t_native / t) up to which native should be kept.
+        margin: predicted ln(t_native / t) up to which native should be kept, for algorithms without one of their own.
     """
 
-    __slots__ = ("_alpha", "_by_name", "_temperature", "logits", "margin", "names", "ranked")
+    __slots__ = ("_alpha", "_by_name", "_margins", "_temperature", "logits", "margin", "names", "ranked")
 
     def __init__(
         self,
@@ -198,8 +203,10 @@ class Prediction:
         alpha: float,
         margin: float = 0.0,
         sharpness: float | None = None,
+        margins: Mapping[str, float] | None = None,
     ) -> None:
         self.margin = margin
+        self._margins = margins
         self._temperature = 1.0 if sharpness is None else alpha / sharpness
         self.names = names
         self.logits = tuple(logits)
@@ -210,6 +217,10 @@ class Prediction:
     def log_gain(self, name: str) -> float:
         """Predicted ln(t_native / t_name); -inf for a name that the artifact does not know, so that it never wins."""
         return (self._by_name.get(name, -math.inf) - self._by_name[NATIVE]) / self._alpha
+
+    def margin_of(self, name: str) -> float:
+        """Predicted ln(t_native / t_name) up to which native should be kept."""
+        return self.margin if self._margins is None else self._margins.get(name, self.margin)
 
     @property
     def probabilities(self) -> tuple[float, ...]:
@@ -314,7 +325,7 @@ class Predictor:
         # Native scales with threads; algorithms made of many small operations do not always. For each doubling of
         # threads beyond those measured, the required gain is half as large again.
         doublings = max(0.0, math.log2(problem.threads / max(self.card.threads)))
-        margin = self.margin + doublings * LOG_GAIN_PER_UNSEEN_DOUBLING
+        more = doublings * LOG_GAIN_PER_UNSEEN_DOUBLING
         line = () if plan_cost.outside_python else card.native_line
         ln_native_us = float(np.dot(x, line[:-1])) + line[-1] if line else 0.0  # before the network overwrites x
         logits = self._run(x).tolist()
@@ -328,7 +339,10 @@ class Predictor:
         names, known = self.card.algorithm_names, self._known(kinds(problem))
         if len(known) < len(names):
             names, logits = tuple(names[i] for i in known), [logits[i] for i in known]
-        return Prediction(names, logits, self.card.alpha, margin, self.card.sharpness)
+        margins = margins_for(problem, card.margins) if card.margins else None
+        if margins and more:
+            margins = {name: own + more for name, own in margins.items()}
+        return Prediction(names, logits, card.alpha, self.margin + more, card.sharpness, margins)
 
     def _of_volume(self, problem: ConvProblem) -> Prediction | None:
         from convselect.model import volumes  # one file less for whoever has none

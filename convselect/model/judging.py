@@ -18,8 +18,8 @@ from convselect.model.inference import Predictor
 from convselect.model.selectors import named, r_squared
 from convselect.model.train import Recipe, design, fit, is_foreign, learner, log_gains, read_measured
 
-CURVE = (0.05, 0.1, 0.2, 0.4, 0.7, 1.0)
-"""Parts of the training data of a learning curve."""
+CURVE = (1 / 8, 1 / 4, 1 / 2, 1.0)
+"""Parts of the training data's networks of a learning curve."""
 
 
 def judge_all(
@@ -56,7 +56,7 @@ def judge_all(
         predictor = Predictor.load(artifact)
         gains = artifact_gains(predictor, table)
         judged[Path(artifact).stem] = _as_it_is(table, gains, predictor)
-        last = _chosen(table, np.arange(len(table.problems)), gains, predictor.card.margin)
+        last = np.arange(len(table.problems)), artifact_choice(predictor, table, gains)
         seen = sorted(set(predictor.card.data.get("files", ())) & {Path(path).name for path in paths})
     for name in selectors:
         judged[name], last = _trained(name, table, fold, one_fold, recipe)
@@ -114,9 +114,15 @@ def artifact_gains(predictor: Predictor, table: Table) -> ev.Floats:
     return gains if table.native is None else gains - gains[:, [table.native]]
 
 
+def artifact_choice(predictor: Predictor, table: Table, gains: ev.Floats) -> ev.Ints:
+    """The choices (n,) of an artifact with its margins, from the gains that `artifact_gains` gives."""
+    margins = ev.margins_of(table, predictor.card.margin, predictor.card.margins)
+    return ev.chosen(gains, ev.admitted(table), margins, table.native)
+
+
 def _as_it_is(table: Table, gains: ev.Floats, predictor: Predictor) -> dict[str, Any]:
     times, native = ev.admitted(table), table.native
-    choice = ev.chosen(gains, times, predictor.card.margin, native)
+    choice = artifact_choice(predictor, table, gains)
     best = ev.chosen(gains, times, -np.inf, None)
     sharpness = predictor.card.sharpness or predictor.card.alpha
     right = times[np.arange(len(best)), best] == np.nanmin(times, 1)
@@ -174,17 +180,22 @@ def _median_us(calls: Sequence[Any]) -> float:
     return timing.interleaved({"": one_after_the_other}, 5)[""].median_us / len(calls)
 
 
-def _learning_curve(table: Table, fold: ev.Ints, recipe: Recipe) -> dict[int, float]:
-    """Training problems -> mean fraction of oracle on the first fold."""
+def _learning_curve(table: Table, fold: ev.Ints, recipe: Recipe) -> dict[int, dict[str, float]]:
+    """Training problems -> figures on the first fold, without a margin. Parts of the data are all problems of some of
+    the networks, drawn at random, since who measures more measures more networks."""
     first = fold.min()
     train, held = table.part(fold != first), table.part(fold == first)
     times = ev.admitted(held)
-    order = np.random.default_rng(recipe.seed).permutation(len(train.problems))
+    networks = sorted(set(train.models))
+    rank = dict(zip(networks, np.random.default_rng(recipe.seed).permutation(len(networks)).tolist(), strict=True))
+    ranks = np.array([rank[model] for model in train.models])
     curve = {}
     for share in CURVE:
-        part = train.part(order[: max(2, round(share * len(order)))])
+        part = train.part(ranks < max(1, round(share * len(networks))))
+        if len(part.problems) < 2:
+            continue
         model = fit(design(part.problems), part.times_us, recipe)
         gains = log_gains(model, design(held.problems), recipe.alpha, held.native)
         best = ev.chosen(gains, times, -np.inf, held.native)
-        curve[len(part.problems)] = ev.judge(best, times, held.native)["fraction_of_oracle_mean"]
+        curve[len(part.problems)] = ev.judge(best, times, held.native)
     return curve

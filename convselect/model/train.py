@@ -27,15 +27,19 @@ from convselect.base.problem import ConvProblem
 from convselect.machine.host import has_c_kernels
 from convselect.measure.measure import threads
 from convselect.measure.rows import kernel_class
-from convselect.model import reformer
+from convselect.model import margins, reformer
 from convselect.model.dataset import Table, family_of, is_wide, read_measurements, read_wide
 from convselect.model.evaluate import (
     Fit,
     Floats,
+    Ints,
+    Margins,
     admitted,
     best_margin,
     best_sharpness,
     cross_validated,
+    figures_of,
+    held_out,
     split,
     summary,
 )
@@ -177,7 +181,11 @@ def cross_validate(
     """(held-out log gains, figures) of a Reformer; of all folds, or of those in `only`."""
     fold, kept_apart = split(table, how, n_folds, recipe.seed)
     gains, found = cross_validated(table, learner(recipe), fold, only)
-    return gains, {"split": f"{len(set(fold.tolist()))} folds by {kept_apart}", **found}
+    return gains, {"split": _folds(fold, kept_apart), **found}
+
+
+def _folds(fold: Ints, kept_apart: str) -> str:
+    return f"{len(set(fold.tolist()))} folds by {kept_apart}"
 
 
 # ---- the whole way ----------------------------------------------------------------------------------------------
@@ -218,14 +226,18 @@ def train(
     n_folds: int = 5,
     how: str = "family",
     min_problems_per_dtype: int = MIN_PROBLEMS_PER_DTYPE,
+    in_networks: Sequence[str | Path] = (),
 ) -> Card:
     """Read, cross-validate, fit on everything, write `<out>/<family>.npz` and `.json`, read back and compare.
+
+    `in_networks` are files of times of calls within networks (`python -m benchmarks.in_networks`), from which margins
+    by kind of problem are fitted; without them there is one margin for all.
 
     A split by "problem" holds out one fold and ships the network trained on the others: the figures are then those of
     the shipped network itself.
 
     Raises:
-        ValueError: if the data cannot be mixed, are of another family, or are too few.
+        ValueError: if the data cannot be mixed, are of another family, or are too few; `in_networks` likewise.
     """
     recipe = recipe or Recipe()
     table, machine = read_measured(paths)
@@ -236,19 +248,21 @@ def train(
     if not dtypes:
         raise ValueError(f"no element type has {min_problems_per_dtype} measured problems: {dict(by_dtype)}")
     only = [0] if how == "problem" else None
-    gains, figures = cross_validate(table, recipe, n_folds, how, only)
-    held, learnt = table, table
-    if only is not None:
-        fold, _ = split(table, how, n_folds, recipe.seed)
-        held, learnt = table.part(fold == 0), table.part(fold != 0)
+    inside = margins.read(in_networks, family) if in_networks else []
+    fold, kept_apart = split(table, how, n_folds, recipe.seed)
+    gains, members = held_out(table, learner(recipe), fold, only)
+    held, learnt = table.part(members), table if only is None else table.part(fold != 0)
     times = admitted(held)
     x = design(learnt.problems)
     model = fit(x, learnt.times_us, recipe)
+    by_kind = _margins(model, recipe.alpha, held, gains, inside) if inside else {}
+    figures = figures_of(table, learner(recipe), fold, gains, members, by_kind)
     card = Card(
         family=family,
         algorithm_names=table.names,
         alpha=recipe.alpha,
         margin=best_margin(gains, times, table.native),
+        margins=by_kind,
         sharpness=best_sharpness(gains, times),
         native_line=_line(x, learnt) if has_c_kernels(machine["family"]) else (),
         dtypes=dtypes,
@@ -262,17 +276,30 @@ def train(
         data={
             **_described(table, learnt),
             "files": [Path(path).name for path in paths],
+            **({"in_networks": {"files": [Path(p).name for p in in_networks], "calls": len(inside)}} if inside else {}),
             "device": machine["device"],
             "recipe": json.loads(json.dumps(asdict(recipe))),  # as it will be read back: with lists for tuples
             "parameters": model.n_parameters(),
         },
-        figures={"held_out": figures},
+        figures={"held_out": {"split": _folds(fold, kept_apart), **figures}},
         limits=LIMITS if machine["family"] else FOREIGN_LIMITS,
     )
     path = artifact_path(family, out)
     save(path, card, reformer.fold(model))
     _compare(Predictor.load(path), model, x, recipe.alpha, table.native)
     return card
+
+
+def _margins(
+    model: reformer.Reformer, alpha: float, held: Table, held_out: Floats, inside: Sequence[margins.Inside]
+) -> Margins:
+    """Margins by kind of the model that ships; `held_out` are the gains (n, c) of the problems `held` as models predict
+    them that have not seen them."""
+    own = log_gains(model, design(held.problems), alpha, held.native)
+    said = log_gains(model, design([one.problem for one in inside]), alpha, held.native)
+    at = [held.names.index(one.algorithm) if one.algorithm in held.names else None for one in inside]
+    predicted = [float("nan") if i is None else float(row[i]) for row, i in zip(said, at, strict=True)]
+    return margins.fitted(inside, predicted, margins.unseen(held.names, own, held_out, admitted(held)))
 
 
 def _line(x: Tensor, table: Table) -> tuple[float, ...]:
@@ -330,7 +357,8 @@ def report(card: Card) -> list[list[str]]:
     """The held-out figures as lines of cells under `evaluate.SUMMARY_HEADER`."""
     held_out = card.figures["held_out"]
     lines = [summary("overall", held_out["overall"])]
-    lines += [summary(name.replace("_", " "), held_out[name]) for name in ("without_margin", "best_of_2", "best_of_3")]
+    parts = [name for name in ("one_margin", "without_margin", "best_of_2", "best_of_3") if name in held_out]
+    lines += [summary(name.replace("_", " "), held_out[name]) for name in parts]
     for title in ("by_source", "by_direction", "by_kernel_class", "by_kind", "by_dtype", "by_threads"):
         lines += [summary(name, found) for name, found in held_out.get(title, {}).items()]  # older ones lack some
     return lines

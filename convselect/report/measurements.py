@@ -158,11 +158,11 @@ def _judged(table: Table, predictor: Predictor | None, name: str) -> dict[str, A
         base = times[members, ev.best_single(times, order)]
     choice = best
     if predictor is not None:
-        from convselect.model.judging import artifact_gains
+        from convselect.model.judging import artifact_choice, artifact_gains
 
         if not set(predictor.card.algorithm_names) & set(table.names):
             raise ValueError(f"the model {predictor.card.family} knows none of the algorithms in {name}")
-        choice = ev.chosen(artifact_gains(predictor, table), times, predictor.card.margin, table.native)
+        choice = artifact_choice(predictor, table, artifact_gains(predictor, table))
     groups: dict[str, dict[str, dict[str, float]]] = {}
     for title, labels in ev.by_group(table).items():
         for group in sorted(set(labels)):

@@ -135,7 +135,6 @@ def test_nominees_are_near_the_best_that_may_run_here():
 
     class Prediction:
         ranked = sorted(gains, key=lambda name: -gains[name])
-        margin = 0.15
 
         def log_gain(self, name):
             return gains[name]

@@ -182,7 +182,7 @@ def test_corrected_predictions_are_ranked_anew():
     assert found.raw_log_gain("a") == 0.7
     assert (found.log_gain("b"), found.log_gain("native")) == (0.3, 0.0)
     assert found.ranked == ["b", *(("a", "native") if 0.7 + shift > 0 else ("native", "a")), "c"]
-    assert found.margin == FakePrediction.margin
+    assert found.margin_of("a") == 0.08
     assert found.probability("a") == 1 / 4
     assert found.estimate("unknown").of_layer == 0
 

@@ -191,7 +191,7 @@ def test_each_direction_is_chosen_by_itself(kind, dynamic, monkeypatch):
     for away in Direction:
 
         class OneDirection:
-            name, margin, ranked, direction = "im2col_gemm", 0.0, ("im2col_gemm", "native"), away
+            name, ranked, direction = "im2col_gemm", ("im2col_gemm", "native"), away
 
             def predict(self, problem):
                 self.gain = float(problem.direction == self.direction)
@@ -199,6 +199,9 @@ def test_each_direction_is_chosen_by_itself(kind, dynamic, monkeypatch):
 
             def log_gain(self, name):
                 return self.gain if name == self.name else 0.0
+
+            def margin_of(self, name):
+                return 0.0
 
             def probability(self, name):
                 return 0.5

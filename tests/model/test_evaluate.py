@@ -315,7 +315,9 @@ def test_the_command_judges_selectors_and_draws(tmp_path):
     assert reformer["overall"]["problems"] == 200
     assert reformer["best_of_2"]["fraction_of_oracle_mean"] >= reformer["without_margin"]["fraction_of_oracle_mean"]
     assert 0 < reformer["choice_us"] < 5000
-    assert len(found["learning_curve"]) >= 5
+    assert [int(n) for n in found["learning_curve"]] == sorted({int(n) for n in found["learning_curve"]})
+    assert len(found["learning_curve"]) == 4
+    assert f"trained on {max(map(int, found['learning_curve']))} problems, without a margin" in done.stdout
     names = {"chosen_against_native", "by_direction", "regret", "reliability", "learning_curve"}
     assert {p.stem for p in (tmp_path / "plots").glob("*.png")} == names
 

@@ -162,6 +162,31 @@ def test_unmeasured_thread_counts_have_to_promise_more(artifact: Path):
     assert margins[2] - margins[0] == pytest.approx(3 * math.log(1.5))
 
 
+def test_margins_by_kind_take_the_place_of_the_one_for_all():
+    by_kind = {"forward contiguous 3x3": {"im2col": 0.02, "fft": 0.5}, "elsewhere": {"fft": 0.4}}
+    card = dataclasses.replace(CARD, margins=by_kind)
+    assert Card.from_json(card.to_json()) == card
+    predictor = Predictor(card, arrays())
+
+    def margins(problem):
+        return [predictor.predict(problem).margin_of(name) for name in ("im2col", "fft", "winograd")]
+
+    one = PROBLEM._replace(threads=1)
+    assert margins(one) == [0.02, 0.5, 0.05]
+    for other in (one.with_direction("backward_data"), one._replace(R=5, S=5), one._replace(dtype="bfloat16")):
+        predictor = Predictor(card, arrays(), {"avx512_bf16": True, "amx_bf16": False})
+        assert margins(other) == [0.05, 0.4, 0.05]
+    more = max(CARD.threads) * 2
+    assert margins(one._replace(threads=more)) == pytest.approx(
+        [margin + math.log(1.5) for margin in (0.05, 0.4, 0.05)]
+    )
+    without = Predictor(dataclasses.replace(card, margins={}), arrays())
+    assert without.predict(one).margin_of("fft") == CARD.margin
+    for damaged in ({"elsewhere": {"fft": -1}}, {"elsewhere": 0.3}, []):
+        with pytest.raises(ArtifactError, match="margins"):
+            Card.from_json(json.dumps({**json.loads(CARD.to_json()), "margins": damaged}))
+
+
 def test_float32_computed_in_less_is_not_what_was_measured(artifact: Path):
     assert Predictor.load(artifact).predict(PROBLEM._replace(tf32=True)) is None
 

@@ -244,19 +244,20 @@ def test_choices_are_those_of_choose():
     taken = set()
     for i in range(120):
         problem, gains = problems[i % 3], rng.normal(0, 0.2, (1, 3)) * [0, 1, 1]
+        margins = np.array([[0.0, 0.1, 0.1 if i % 2 else 0.25]])
         applies = [name == "native" or BY_NAME[name].why_not(problem) is None for name in names]
 
         class Fixed:
-            margin = 0.1
             ranked = tuple(names[k] for k in np.argsort(-gains[0], kind="stable"))
             log_gain = staticmethod(dict(zip(names, gains[0], strict=True)).__getitem__)
+            margin_of = staticmethod(dict(zip(names, margins[0], strict=True)).__getitem__)
             probability = staticmethod(lambda name: 0.5)
 
             def predict(self, problem):
                 return self
 
         choice = choose(problem, BY_NAME, settings, predictor=Fixed())
-        matrix = evaluate.chosen(gains, np.where(applies, 1.0, NAN)[None], 0.1)
+        matrix = evaluate.chosen(gains, np.where(applies, 1.0, NAN)[None], 0.1 if i % 2 else margins)
         assert choice.algorithm == names[matrix[0]]
         taken.add(choice.algorithm)
     assert taken == set(names)
