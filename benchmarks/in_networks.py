@@ -110,7 +110,7 @@ def watch(model: nn.Module, calls: Calls) -> None:
         problem = problem_of(x, layer.weight, (layer.stride, layer.padding, layer.dilation, layer.groups))
         assert problem is not None
         y: Tensor = _Timed.apply(x, layer.weight, problem, calls)
-        return y if layer.bias is None else y.add_(layer.bias[:, None, None])
+        return y if layer.bias is None else y + layer.bias[:, None, None]
 
     for layer in model.modules():
         if type(layer) is nn.Conv2d and layer.padding_mode == "zeros":
