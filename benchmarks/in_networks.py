@@ -216,11 +216,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=20.0, help="bound on the passes of a network, after four each")
     parser.add_argument("--isa", choices=["avx2"], help="do as if the processor had no more than this")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--show", type=Path, help="measure nothing: what a file holds, beside what is predicted")
     options = parser.parse_args(argv)
     restart(options.isa)
     torch.set_num_threads(1)
     plan_cost.outside_python = True  # as after `convselect build`
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
+    if options.show:
+        console.print(summary(read_measurements([options.show])[0]))
+        return 0
     environment = run_environment()
     print_environment(console, environment)
     rows: list[Row] = []

@@ -36,6 +36,7 @@ from convselect.model.evaluate import Floats, Margins
 from convselect.model.features import ELSEWHERE, margin_kind
 
 CERTAINTY = 0.65
+"""About as many problems of networks held out are then slower than native as with one margin for all."""
 UNKNOWN = 0.15
 """The margin where nothing was measured in networks."""
 PRIOR = 5.0
