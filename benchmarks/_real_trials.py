@@ -18,7 +18,7 @@ from convselect.base.problem import ConvProblem, Direction
 from convselect.base.timing import SYSTEM_CLOCK, interleaved
 from convselect.choice.budgets import refusal
 from convselect.choice.choose import NATIVE, NOMINATED, Choice, nominees
-from convselect.choice.trial import Prior
+from convselect.choice.outcome import Prior
 from convselect.eager import checks, live_trial
 from convselect.eager.live_trial import LiveTrial
 from convselect.eager.resolve import FAVOURITE, PRIOR_SD

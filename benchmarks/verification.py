@@ -33,7 +33,9 @@ from rich.table import Table as Shown
 from benchmarks._real_trials import really
 from convselect.choice.budgets import LEAST_FLOPS
 from convselect.choice.choose import NOMINATED, NOMINATION_GAP, NOMINATION_LEAST
-from convselect.choice.trial import NATIVE, Prior, Trial, replay
+from convselect.choice.outcome import Prior
+from convselect.choice.replay import replay
+from convselect.choice.trial import NATIVE, Trial
 from convselect.eager.resolve import FAVOURITE, PRIOR_SD
 from convselect.kernels.pool import BY_NAME
 from convselect.machine.environment import run_environment

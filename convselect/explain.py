@@ -20,8 +20,8 @@ from convselect.base import settings
 from convselect.base.problem import ConvProblem
 from convselect.base.settings import TIMING, Settings
 from convselect.choice.choose import TIMED, Prediction
+from convselect.choice.outcome import OnTrial
 from convselect.choice.reasons import reasons, times, with_spread
-from convselect.choice.trial import OnTrial
 from convselect.eager import learning, resolve
 from convselect.eager.live_trial import LiveTrial
 from convselect.eager.standing import told
@@ -270,7 +270,7 @@ def _row(layer: str, problem: ConvProblem, used: Settings) -> Row:
     held = found.trial if isinstance(found, LiveTrial) else None
     tried = held is not None and bool(held.priors) and trial is None
     prediction = _prediction(problem, used, timed=tried or choice.source in TIMED)
-    probability, predicted = choice.probability, dict[str, float]()
+    probability, predicted = None, dict[str, float]()
     if prediction is not None:
         known = [BY_NAME[name] for name in prediction.ranked if name in BY_NAME]
         applicable = [a for a in known if a.why_not(problem) is None]
@@ -279,10 +279,9 @@ def _row(layer: str, problem: ConvProblem, used: Settings) -> Row:
             for a in applicable
             if a.automatic and a.same_as_native(problem) is None
         }
-        if trial is not None:
-            probability = prediction.probability(choice.algorithm)
-        if probability is not None:
+        if trial is not None or choice.source == "model":
             # The model spreads its probability over every name it knows; leave out names that cannot run here.
+            probability = prediction.probability(choice.algorithm)
             probability /= sum(prediction.probability(a.name) for a in applicable)
     if held is not None:
         predicted |= {name: math.exp(prior.mean) for name, prior in held.priors.items()}

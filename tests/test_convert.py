@@ -23,7 +23,7 @@ from convselect import SelectedConv2d
 from convselect.base.problem import ConvProblem, Direction
 from convselect.choice import budgets, trial
 from convselect.choice.choose import Choice
-from convselect.choice.trial import Measured
+from convselect.choice.outcome import Measured
 from convselect.eager import live_trial, resolve
 from convselect.layer import chooses
 

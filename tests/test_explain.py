@@ -14,7 +14,8 @@ from convselect.base import lru, settings
 from convselect.base.problem import ConvProblem, Direction, conv_problem
 from convselect.choice import budgets
 from convselect.choice.choose import Choice
-from convselect.choice.trial import MOST_CALLS, Measured
+from convselect.choice.outcome import Measured
+from convselect.choice.trial import MOST_CALLS
 from convselect.eager import live_trial, resolve
 from convselect.eager.live_trial import LiveTrial
 from convselect.kernels.pool import ALL

@@ -113,6 +113,17 @@ def test_a_printed_problem_reads_back_and_pickles(problem):
     assert pickle.loads(pickle.dumps(problem)) == problem
 
 
+@given(possible)
+def test_what_is_derived_at_once_is_what_each_property_says(problem):
+    volume = problem._replace(D=3, T=2, pad_back=1)
+    for one in (problem, volume):
+        together, apart = one._replace(), one._replace()
+        together.derive()
+        assert len(vars(together)) > 15
+        for name, value in vars(together).items():
+            assert value == getattr(apart, name), name
+
+
 def test_parse_names_what_it_does_not_know():
     with pytest.raises(ValueError, match="unknown field 'Z'"):
         ConvProblem.parse("forward N=1 Z=3")

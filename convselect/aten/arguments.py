@@ -35,6 +35,7 @@ TransposedGeometry = tuple[Any, Any, Any, Any, Any]
 
 _DEVICES = frozenset({"cpu", "cuda"})
 _INT = frozenset({int})
+_STRIDED: Any = torch.strided
 # What autocast casts: floating point except float64.
 _CAST_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
@@ -85,13 +86,15 @@ def problem_of(x: Tensor, weight: Tensor, geometry: Geometry) -> ConvProblem | N
 
 def surroundings(x: Tensor, weight: Tensor) -> tuple[Any, ...]:
     """The fields of a problem from `dtype` to `tf32`."""
+    settled = deterministic()
     if x.is_cpu:
-        tf32 = fp32_precision("mkldnn", "conv") not in ("none", "ieee")
+        device, tf32 = "cpu", fp32_precision("mkldnn", "conv") not in ("none", "ieee")
     else:
-        tf32 = x.dtype == torch.float32 and fp32_precision("cuda", "conv") == "tf32"
-    # If cuDNN computes, its own flag counts as well.
-    settled = deterministic() or (x.is_cuda and torch.backends.cudnn.deterministic)
-    return DTYPE_NAMES[x.dtype], _layout(x), _layout(weight), x.device.type, threads(), settled, tf32
+        device, tf32 = x.device.type, x.dtype == torch.float32 and fp32_precision("cuda", "conv") == "tf32"
+        # If cuDNN computes, its own flag counts as well.
+        settled = settled or (x.is_cuda and torch.backends.cudnn.deterministic)
+    layouts = (_layout(x), _layout(weight)) if in_functorch() else (layout_of(x), layout_of(weight))
+    return DTYPE_NAMES[x.dtype], *layouts, device, threads(), settled, tf32
 
 
 def transposed_problem(x: Tensor, weight: Tensor, geometry: TransposedGeometry) -> ConvProblem | None:
@@ -181,33 +184,40 @@ def _two(value: Any, of_height: int) -> Any:
 
 
 def _layout(t: Tensor) -> str:
-    """As `layout_of`. Under vmap a tensor knows its strides but does not answer about channels_last."""
-    return layout_of(torch.empty_strided(t.shape, t.stride(), device="meta") if in_functorch() else t)
+    """As `layout_of`, under vmap, where a tensor knows its strides but does not answer about channels_last."""
+    return layout_of(torch.empty_strided(t.shape, t.stride(), device="meta"))
 
 
 def valid(p: ConvProblem, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, *, cast: bool) -> bool:
     """Whether this is a convolution that aten accepts and that has something to compute. Calls that aten does not
     accept are passed to it, so that it raises its own error."""
-    steps = (p.stride_h, p.stride_w, p.dil_h, p.dil_w, p.groups, p.stride_d, p.dil_d)
-    pads = (*p.padding, p.pad_front, p.pad_back)
-    return (
-        (_INT.issuperset(map(type, (*steps, *pads))) or all(isinstance(n, int) for n in (*steps, *pads)))
+    stride_h, stride_w, top, bottom, left, right, dil_h, dil_w, groups = p[8:17]
+    steps = (stride_h, stride_w, dil_h, dil_w, groups, p.stride_d, p.dil_d)
+    pads = (top, bottom, left, right, p.pad_front, p.pad_back)
+    if not (
+        (_INT.issuperset(map(type, steps + pads)) or all(isinstance(n, int) for n in steps + pads))
         and min(steps) > 0
         and min(pads) >= 0
-        and max(*steps, *pads) < 2**63
-        and not (geometry[1] == "same" and (p.stride_h, p.stride_w) != (1, 1))
+        and max(steps + pads) < 2**63
+        and not (geometry[1] == "same" and (stride_h, stride_w) != (1, 1))
         and x.numel() > 0
         and weight.numel() > 0
-        and weight.shape[1] * p.groups == p.C
-        and p.K % p.groups == 0
-        and p.H + p.pad_top + p.pad_bottom >= p.kernel_extent[0]
-        and p.W + p.pad_left + p.pad_right >= p.kernel_extent[1]
-        and p.D + p.pad_front + p.pad_back >= p.depth_extent
+        and weight.shape[1] * groups == p.C
+        and p.K % groups == 0
+    ):
+        return False
+    p.derive()
+    return (
+        # The kernel fits into the padded image.
+        p.P >= 1
+        and p.Q >= 1
+        and p.O >= 1
         and p.is_possible
-        and weight.dtype == x.dtype
-        and weight.device == x.device
-        and x.layout == weight.layout == torch.strided
-        and (bias is None or _bias_fits(bias, x, p.result_shape[1], cast=cast))
+        and weight.dtype == (dtype := x.dtype)
+        and weight.device == (device := x.device)
+        and x.layout is _STRIDED
+        and weight.layout is _STRIDED
+        and (bias is None or _bias_fits(bias, dtype, device, p.result_shape[1], cast=cast))
     )
 
 
@@ -218,12 +228,12 @@ def y_layout(x: Tensor, weight: Tensor, problem: ConvProblem) -> str:
     return CONTIGUOUS if strides == canonical_strides((N, K, P, Q), CONTIGUOUS) else CHANNELS_LAST
 
 
-def _bias_fits(bias: Tensor, x: Tensor, K: int, *, cast: bool) -> bool:
+def _bias_fits(bias: Tensor, dtype: torch.dtype, device: torch.device, K: int, *, cast: bool) -> bool:
     return (
         bias.shape == (K,)
-        and bias.device == x.device
-        and bias.layout == torch.strided
-        and (bias.dtype == x.dtype or (cast and {bias.dtype, x.dtype} <= _CAST_DTYPES))
+        and bias.device == device
+        and bias.layout is _STRIDED
+        and (bias.dtype == dtype or (cast and {bias.dtype, dtype} <= _CAST_DTYPES))
     )
 
 
@@ -270,6 +280,7 @@ _READ: dict[torch.dtype, Any] = {
     torch.bfloat16: _read_bfloat16,
 }
 _MOST_WEIGHTS = 4096
+_CHANNELS_LAST: Any = torch.channels_last
 _unwrapped: Any = torch._C._functorch.get_unwrapped
 _is_wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor
 
@@ -296,14 +307,17 @@ def wants_direct_sums(weight: Tensor) -> bool:
         weight = _unwrapped(weight)
     count, read = weight.numel(), _READ.get(weight.dtype)
     filter_size = count // weight.shape[0]
-    dense = weight.is_contiguous() or weight.is_contiguous(memory_format=torch.channels_last)
+    dense = weight.is_contiguous() or weight.is_contiguous(memory_format=_CHANNELS_LAST)
     if read is not None and dense and count >= _FIRST:
         first = read(weight.data_ptr())[:]
     else:
         first = weight.detach().reshape(-1)[:_FIRST].tolist()
     if min(first) < 0 and (first[0] * _GRAIN % 1 or any(value * _GRAIN % 1 for value in first)):
+        start = first[0]
+        if filter_size > 1 and first[1] != start:
+            return False
         one = first if filter_size >= _FIRST else first[:filter_size]
-        if one[0] != max(one) or one[0] != min(one):
+        if start != max(one) or start != min(one):
             return False
     return _looked_through(weight, dense, count, filter_size)
 

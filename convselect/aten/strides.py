@@ -21,9 +21,16 @@ class ResultStrides(NamedTuple):
     grad_weight: Strides
 
 
+# Looked up once: the first call of a problem finds torch's large dictionaries in no cache.
+_functorch_level: Any = torch._C._functorch.peek_interpreter_stack
+_select_backend: Any = torch._C._select_conv_backend
+_format_of_backend: Any = torch._C._conv_determine_backend_memory_format
+_MOVED: Any = (torch.channels_last, torch.channels_last_3d)
+
+
 def in_functorch() -> bool:
     """Whether a torch.func transform or batched gradients are active; then tensors must pass through `apply`."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return _functorch_level() is not None
 
 
 def result_strides(x: Tensor, weight: Tensor, problem: ConvProblem) -> ResultStrides:
@@ -52,9 +59,7 @@ def result_strides(x: Tensor, weight: Tensor, problem: ConvProblem) -> ResultStr
 
 def _evenly_padded(x: Tensor, weight: Tensor, problem: ConvProblem, padding: tuple[int, int]) -> ResultStrides:
     G = problem.groups
-    backend = torch._C._select_conv_backend(
-        x, weight, None, problem.stride, padding, problem.dilation, False, (0, 0), G
-    )
+    backend = _select_backend(x, weight, None, problem.stride, padding, problem.dilation, False, (0, 0), G)
     shapes = (problem.y_shape, problem.x_shape, problem.weight_shape)
     return in_format_of(x, weight, backend, G, shapes)
 
@@ -65,16 +70,13 @@ def transposed_strides(x: Tensor, weight: Tensor, problem: ConvProblem) -> Resul
     if in_functorch():
         x, weight = (torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in (x, weight))
     p, padding = problem, (problem.pad_top, problem.pad_left)
-    backend = torch._C._select_conv_backend(
-        x, weight, None, p.stride, padding, p.dilation, True, output_padding(p), p.groups
-    )
+    backend = _select_backend(x, weight, None, p.stride, padding, p.dilation, True, output_padding(p), p.groups)
     return in_format_of(x, weight, backend, p.groups, (p.x_shape, p.y_shape, p.weight_shape))
 
 
 def in_format_of(x: Tensor, weight: Tensor, backend: Any, G: int, shapes: _Shapes) -> ResultStrides:
     """The strides of y, grad_x and grad_weight, which have these shapes."""
-    memory_format = torch._C._conv_determine_backend_memory_format(x, weight, backend)
-    if memory_format not in (torch.channels_last, torch.channels_last_3d):
+    if _format_of_backend(x, weight, backend) not in _MOVED:
         return _all_in(shapes, CONTIGUOUS, CONTIGUOUS)
     # The backend gets both operands in channels_last and derives the format from them again: with one channel or one
     # pixel that may be contiguous.

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 import torch
 
@@ -26,9 +26,8 @@ class Direction(str, enum.Enum):
 
     # Enum hashes its name in Python; a problem is hashed on every look-up, so use str's C implementation.
     __hash__ = str.__hash__
-
-    def __str__(self) -> str:
-        return self.value
+    # Likewise: the value.
+    __str__ = str.__str__
 
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
@@ -59,15 +58,35 @@ class Gemm(NamedTuple):
     k: int
 
 
-class ConvProblem(NamedTuple):
-    """One convolution in one direction. Hashable, immutable, cheap to build.
+T_co = TypeVar("T_co", covariant=True)
 
-    Sizes are in elements; `pad_*` is zero padding per side; `C` is the full number of input channels.
-    `layout` is the memory layout of the activation that streams through (x for forward and backward_weight,
-    grad_y for backward_data), `weight_layout` that of the weight: "contiguous", "channels_last" or "strided".
-    The fields of depth, which come last, keep their defaults for an image: its key and its text do not name them.
+
+class derived(Generic[T_co]):
+    """A quantity that follows from a problem's fields: computed when it is first asked for, and kept with the problem.
+
+    Making a plan asks for some of them dozens of times, right after a convolution that has left none of this code in
+    the processor's caches. `functools.cached_property` takes a lock before Python 3.12.
     """
 
+    def __init__(self, compute: Callable[[Any], T_co]) -> None:
+        self._compute = compute
+        self.__doc__ = compute.__doc__
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, problem: None, owner: type) -> derived[T_co]: ...
+    @overload
+    def __get__(self, problem: ConvProblem, owner: type) -> T_co: ...
+    def __get__(self, problem: ConvProblem | None, owner: type) -> derived[T_co] | T_co:
+        if problem is None:
+            return self
+        value = problem.__dict__[self._name] = self._compute(problem)
+        return value
+
+
+class _Fields(NamedTuple):
     direction: Direction
     N: int
     C: int
@@ -100,90 +119,128 @@ class ConvProblem(NamedTuple):
     pad_back: int = 0
     dil_d: int = 1
 
+
+class ConvProblem(_Fields):
+    """One convolution in one direction. Hashable, immutable, cheap to build.
+
+    Sizes are in elements; `pad_*` is zero padding per side; `C` is the full number of input channels.
+    `layout` is the memory layout of the activation that streams through (x for forward and backward_weight,
+    grad_y for backward_data), `weight_layout` that of the weight: "contiguous", "channels_last" or "strided".
+    The fields of depth, which come last, keep their defaults for an image: its key and its text do not name them.
+    """
+
     # ---- derived quantities -------------------------------------------------------------------------------------
 
-    @property
+    @derived
     def is_volume(self) -> bool:
         """Whether there is a depth: any of its fields differs from its default. Shapes then have five sizes."""
         return self[IMAGE_FIELDS:] != _NO_DEPTH
 
-    @property
+    @derived
     def O(self) -> int:  # noqa: E743  the letter of the output depth, as P and Q are those of height and width
         """Output depth; 1 for an image."""
         return (self.D + self.pad_front + self.pad_back - self.dil_d * (self.T - 1) - 1) // self.stride_d + 1
 
-    @property
+    @derived
     def P(self) -> int:
         """Output height."""
         return (self.H + self.pad_top + self.pad_bottom - self.dil_h * (self.R - 1) - 1) // self.stride_h + 1
 
-    @property
+    @derived
     def Q(self) -> int:
         """Output width."""
         return (self.W + self.pad_left + self.pad_right - self.dil_w * (self.S - 1) - 1) // self.stride_w + 1
 
-    @property
+    def derive(self) -> None:
+        """Compute most of the quantities below at once, for a problem that a choice is going to be made for: one
+        function in no cache in place of a dozen. What is computed is what they say; a test compares."""
+        if "flops" in self.__dict__:
+            return
+        (direction, N, C, H, W, K, R, S, stride_h, stride_w, top, bottom, left, right, dil_h, dil_w, groups, dtype,
+         *_, D, T, stride_d, front, back, dil_d) = self  # fmt: skip
+        depth = self[IMAGE_FIELDS:]
+        is_volume = depth != _NO_DEPTH
+        P = (H + top + bottom - dil_h * (R - 1) - 1) // stride_h + 1
+        Q = (W + left + right - dil_w * (S - 1) - 1) // stride_w + 1
+        O = (D + front + back - dil_d * (T - 1) - 1) // stride_d + 1  # noqa: E741
+        each, part = ELEMENT_BYTES[dtype], C // groups
+        taps, results = part * T * R * S, N * K * O * P * Q
+        x_bytes, weight_bytes, y_bytes = N * C * D * H * W * each, K * taps * each, results * each
+        shapes: tuple[tuple[int, ...], ...] = ((N, K, P, Q), (N, C, H, W), (K, part, R, S))
+        if is_volume:
+            shapes = ((N, K, O, P, Q), (N, C, D, H, W), (K, part, T, R, S))
+        y, x, weight = shapes
+        self.__dict__.update(
+            is_volume=is_volume, P=P, Q=Q, O=O, element_bytes=each, flops=2 * results * taps,
+            x_bytes=x_bytes, weight_bytes=weight_bytes, y_bytes=y_bytes, bytes=x_bytes + weight_bytes + y_bytes,
+            is_possible=max(x_bytes, weight_bytes, y_bytes) <= MOST_BYTES, x_shape=x, weight_shape=weight, y_shape=y,
+            result_shape=y if direction == "forward" else x if direction == "backward_data" else weight,
+            stride=(stride_h, stride_w), dilation=(dil_h, dil_w), is_depthwise=groups == C and groups > 1,
+            symmetric_padding=top == bottom and left == right and front == back,
+        )  # fmt: skip
+
+    @derived
     def x_shape(self) -> tuple[int, ...]:
         """(N, C, H, W), and (N, C, D, H, W) of a volume; likewise the next."""
         return (self.N, self.C, self.D, self.H, self.W) if self.is_volume else (self.N, self.C, self.H, self.W)
 
-    @property
+    @derived
     def weight_shape(self) -> tuple[int, ...]:
         filters = (self.K, self.C // self.groups)
         return (*filters, self.T, self.R, self.S) if self.is_volume else (*filters, self.R, self.S)
 
-    @property
+    @derived
     def y_shape(self) -> tuple[int, ...]:
         return (self.N, self.K, self.O, self.P, self.Q) if self.is_volume else (self.N, self.K, self.P, self.Q)
 
-    @property
+    @derived
     def result_shape(self) -> tuple[int, ...]:
         """Shape of what this direction computes: y, grad_x or grad_weight."""
         if self.direction == Direction.FORWARD:
             return self.y_shape
         return self.x_shape if self.direction == Direction.BACKWARD_DATA else self.weight_shape
 
-    @property
+    @derived
     def stride(self) -> tuple[int, int]:
         return (self.stride_h, self.stride_w)
 
-    @property
+    @derived
     def dilation(self) -> tuple[int, int]:
         return (self.dil_h, self.dil_w)
 
-    @property
+    @derived
     def padding(self) -> tuple[int, int, int, int]:
         """(top, bottom, left, right), without that along the depth."""
         return (self.pad_top, self.pad_bottom, self.pad_left, self.pad_right)
 
-    @property
+    @derived
     def symmetric_padding(self) -> bool:
         p = self
         return p.pad_top == p.pad_bottom and p.pad_left == p.pad_right and p.pad_front == p.pad_back
 
-    @property
+    @derived
     def kernel_extent(self) -> tuple[int, int]:
         """Height and width that the dilated kernel spans."""
         return (self.dil_h * (self.R - 1) + 1, self.dil_w * (self.S - 1) + 1)
 
-    @property
+    @derived
     def depth_extent(self) -> int:
         """Depth that the dilated kernel spans."""
         return self.dil_d * (self.T - 1) + 1
 
-    @property
+    @derived
     def is_depthwise(self) -> bool:
         """One input channel per group, any channel multiplier K / groups."""
         return self.groups == self.C and self.groups > 1
 
-    @property
+    @derived
     def is_pointwise(self) -> bool:
         """1x1 kernel (1x1x1), unit stride, no padding: a plain matrix product."""
         if not self.R == self.S == self.stride_h == self.stride_w == 1 or any(self.padding):
             return False
         return self.T == self.stride_d == 1 and not self.pad_front and not self.pad_back
 
-    @property
+    @derived
     def is_patch(self) -> bool:
         """Kernel = stride, no overlap, no padding, undilated (patch embedding): a matrix product of views."""
         return (
@@ -194,12 +251,12 @@ class ConvProblem(NamedTuple):
             and not any((*self.padding, self.pad_front, self.pad_back))
         )
 
-    @property
+    @derived
     def is_possible(self) -> bool:
         """Whether image, weight and result are no larger than tensors can be."""
         return max(self.x_bytes, self.weight_bytes, self.y_bytes) <= MOST_BYTES
 
-    @property
+    @derived
     def is_oversized(self) -> bool:
         """Whether a size, a step or the padded image is larger than anything but PyTorch's own convolution is made for.
         A stride beyond the image is a valid one."""
@@ -210,37 +267,37 @@ class ConvProblem(NamedTuple):
             return True
         return p.N * p.C * slices * rows * columns * self.element_bytes > MOST_BYTES
 
-    @property
+    @derived
     def element_bytes(self) -> int:
         return ELEMENT_BYTES[self.dtype]
 
-    @property
+    @derived
     def torch_dtype(self) -> torch.dtype:
         return TORCH_DTYPES[self.dtype]
 
-    @property
+    @derived
     def flops(self) -> int:
         """Multiplications and additions of the direct sum, the same for all three directions (2 per MAC)."""
         return 2 * self.N * self.K * self.O * self.P * self.Q * (self.C // self.groups) * self.T * self.R * self.S
 
-    @property
+    @derived
     def x_bytes(self) -> int:
         return self.N * self.C * self.D * self.H * self.W * self.element_bytes
 
-    @property
+    @derived
     def weight_bytes(self) -> int:
         return self.K * (self.C // self.groups) * self.T * self.R * self.S * self.element_bytes
 
-    @property
+    @derived
     def y_bytes(self) -> int:
         return self.N * self.K * self.O * self.P * self.Q * self.element_bytes
 
-    @property
+    @derived
     def bytes(self) -> int:
         """Compulsory traffic: every operand and the result once."""
         return self.x_bytes + self.weight_bytes + self.y_bytes
 
-    @property
+    @derived
     def gemm(self) -> Gemm:
         """The equivalent matrix product per group: rows are output channels, columns the result's other dimensions."""
         G, spatial = self.groups, self.N * self.O * self.P * self.Q
@@ -459,6 +516,9 @@ def layout_of(tensor: torch.Tensor) -> str:
 
 def canonical_strides(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
     """The strides of a fresh 4-D or 5-D tensor in this layout: as `torch.empty(shape, memory_format=...)`."""
+    if len(shape) == 4 and layout != CHANNELS_LAST and 0 not in shape:
+        _, C, H, W = shape
+        return (C * H * W, H * W, W, 1)
     _, C, *sizes = shape
     if layout == CHANNELS_LAST:
         *outer, whole = _steps((*sizes, C))

@@ -51,7 +51,7 @@ def over_budget(algorithm: Algorithm, problem: ConvProblem, settings: Settings) 
         return None
     if problem.is_oversized:
         return OVERSIZED
-    if is_disabled(name, settings.disabled):
+    if settings.disabled and is_disabled(name, settings.disabled):
         return f"{name} is disabled (CONVSELECT_DISABLE or use(disable=...))."
     if problem.deterministic and not algorithm.deterministic(problem):
         return f"{name} may give other bits in every run; deterministic results are asked for."

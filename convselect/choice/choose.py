@@ -12,7 +12,7 @@ from convselect.base.problem import ConvProblem, Direction
 from convselect.base.settings import CHOOSING, TIMING, Settings
 from convselect.choice.budgets import NATIVE as NATIVE
 from convselect.choice.budgets import OVERSIZED, Shortage, check_disabled, refusal
-from convselect.choice.trial import Measured
+from convselect.choice.outcome import Measured
 from convselect.kernels._contract import Algorithm, NotApplicable
 from convselect.kernels.pool import BY_NAME
 
@@ -43,7 +43,6 @@ class Choice:
             None if the model was not asked.
         measured: what timed calls have shown of it: number, median and spread of the speed relative to native; None if
             nothing was timed, and for native.
-        probability: the model's probability for this algorithm; None unless the model was asked.
         memory_limited: whether something ranked higher was left out only because too little memory was free. That is
             usually temporary, so such a choice is not stored.
         per_image: the settings, if under them each image of a batch is computed as if it were alone; None otherwise.
@@ -53,7 +52,6 @@ class Choice:
     source: str
     params: Mapping[str, Any] | None = field(default=None, hash=False)
     predicted_gain: float | None = None
-    probability: float | None = None
     memory_limited: bool = False
     per_image: Settings | None = None
     measured: Measured | None = None
@@ -175,9 +173,9 @@ def choose(
         if refused is not None:
             refused[name] = reason
         if reason is None:
-            return Choice(name, "model", None, math.exp(log_gain), prediction.probability(name), memory_limited)
+            return Choice(name, "model", None, math.exp(log_gain), memory_limited)
         memory_limited = memory_limited or isinstance(reason, Shortage)
-    return Choice(NATIVE, "model", None, 1.0, prediction.probability(NATIVE), memory_limited)
+    return Choice(NATIVE, "model", None, 1.0, memory_limited)
 
 
 def is_small_product(problem: ConvProblem) -> bool:

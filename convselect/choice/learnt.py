@@ -20,6 +20,7 @@ The deviations were measured with models that had not seen the networks they wer
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Hashable, Sequence
 from typing import NamedTuple
 
@@ -150,14 +151,22 @@ class Corrected:
         known = learnt.known(problem.direction)
         if not known:
             return
-        layer = layer_of(problem)
+        layer, gains, far, last = layer_of(problem), self._gains, -math.inf, 0
         for name in raw.ranked:
             gain = raw.log_gain(name)
-            if gain > NEAR and name in known:
+            if gain <= NEAR:
+                far = gain
+                break
+            if name in known:
                 estimate = self._estimates[name] = learnt.estimate(name, problem.direction, layer)
                 gain += estimate.shift
-            self._gains[name] = gain
-        self.ranked = sorted(self._gains, key=self._gains.__getitem__, reverse=True)
+            gains[name] = gain
+            last += 1
+        rest = raw.ranked[last:]
+        if gains and min(gains.values()) < far:
+            gains |= {name: raw.log_gain(name) for name in rest}
+            rest = ()
+        self.ranked = [*sorted(gains, key=gains.__getitem__, reverse=True), *rest]
 
     def log_gain(self, name: str) -> float:
         """Corrected ln(t_native / t_name)."""

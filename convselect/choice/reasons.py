@@ -8,7 +8,8 @@ from convselect.base.problem import ConvProblem
 from convselect.base.settings import Settings
 from convselect.choice.budgets import refusal
 from convselect.choice.choose import NATIVE, TIMED, Choice, Prediction
-from convselect.choice.trial import Measured, Trial
+from convselect.choice.outcome import Measured
+from convselect.choice.trial import Trial
 from convselect.kernels.pool import ALL
 
 

@@ -9,7 +9,8 @@ from convselect.base.lru import on_clear
 from convselect.base.problem import ConvProblem
 from convselect.choice.choose import Prediction
 from convselect.choice.learnt import Corrected, Learnt, layer_of
-from convselect.choice.trial import HOPELESS, Measured, Trial
+from convselect.choice.outcome import Measured
+from convselect.choice.trial import HOPELESS, Trial
 from convselect.model import loaded
 from convselect.store import lessons
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -30,8 +29,11 @@ from convselect.base.settings import Settings
 from convselect.base.shortage import is_out_of_memory
 from convselect.base.warnings import warn_once
 from convselect.choice.account import Account
+from convselect.choice.audit import Audits
 from convselect.choice.choose import NATIVE, Choice
-from convselect.choice.trial import OnTrial, Outcome, Prior, Trial
+from convselect.choice.outcome import OnTrial, Outcome, Prior
+from convselect.choice.trial import Trial
+from convselect.eager.repeatable import must_repeat
 from convselect.kernels import _library
 from convselect.kernels.pool import BY_NAME
 from convselect.measure.plan_cost import plan_cost_us
@@ -46,10 +48,6 @@ Check = Callable[[str, Tensor, int], bool]
 
 ERROR_BOUNDS = {"float64": 1e-11, "float32": 2e-4, "float16": 5e-3, "bfloat16": 3e-2}
 """Relative L2 distance from native's result beyond which a candidate's is a mistake: ten times the loosest grade."""
-LOSS = 0.01
-"""ln(t / t_native) from which an audit gives a choice up."""
-_REPEATABLE = frozenset({"torch.utils.checkpoint", "torch.autograd.gradcheck", "convselect.explain"})
-"""Modules whose calls are no turns of a trial: those that need the same bits twice, and those that only look."""
 _wall_ns, _thread_ns = timing.SYSTEM_CLOCK
 DISTURBED, DISTURBED_US = 1.5, 500.0
 """A call on several threads was interrupted if its time is this much more than what its own thread computed."""
@@ -59,13 +57,10 @@ FIRST_PLACES = 24
 """Outputs of a candidate's first result that are checked."""
 UNSEEN_US = 15.0
 """What a turn costs before and after what is timed of it: a call that goes through Python."""
+OWN_FRAMES = 5
+"""From `_turn` up: `run`, `execute._on_trial`, `execute`, and the plan's."""
 WAIT_CALLS = 16
 """Calls of native after which a trial that may not begin yet asks again."""
-MIN_AUDITS, MAX_AUDITS = 5, 24
-Z = (3.75, 3.36, 3.14, 3.0, 2.9, 2.82, 2.76, 2.72, 2.68, 2.65, 2.62, 2.6, 2.58, 2.57, 2.55, 2.54, 2.53, 2.52, 2.51, 2.5)
-"""Student's t at 99 % for MIN_AUDITS to MAX_AUDITS samples."""
-NOISE_FLOOR = 0.01
-"""Lower bound of the deviation of an audit's ln(t_native / t)."""
 account = Account()
 on_clear(account.clear)
 _forks = 0
@@ -86,13 +81,12 @@ class LiveTrial:
 
     __slots__ = (
         "_audit",
+        "_audits",
         "_begun",
         "_calls",
         "_disturbed",
         "_forks",
-        "_gains",
         "_lock",
-        "_native_us",
         "_now_ns",
         "_on_settled",
         "_pending",
@@ -141,8 +135,7 @@ class LiveTrial:
         self._pending: tuple[str, Any, Any, Any, Tensor | None] | None = None
         self._calls = 0
         self._disturbed = 0
-        self._native_us: float | None = None
-        self._gains: list[float] = []
+        self._audits = Audits() if audit else None
 
     @property
     def current(self) -> Choice:
@@ -175,8 +168,17 @@ class LiveTrial:
         try:
             begun_ns, trial = self._now_ns(), self.trial
             before_us, native_us = trial.excess_us, trial.native_us
+            name = self._turn(device)
+            if name is None:
+                return self._otherwise(run)
+            algorithm = BY_NAME[name]
+            if algorithm.may_be_unready and not algorithm.ready(self.problem, self.params_of(name)):
+                self._postpone(name)
+                return self._otherwise(run)
             try:
-                return self._timed_if_due(run, device, is_right, begun_ns)
+                if device.type == "cuda":
+                    return self._timed_on_gpu(name, run)
+                return self._timed(name, run, is_right, begun_ns)
             finally:
                 account.excess_us += trial.excess_us - before_us
                 if native_us is None and trial.native_us is not None:
@@ -184,29 +186,16 @@ class LiveTrial:
         finally:
             self._lock.release()
 
-    def _timed_if_due(self, run: Run, device: torch.device, is_right: Check, begun_ns: int) -> Tensor:
-        name = self._turn(device)
-        if name is None:
-            return self._otherwise(run)
-        if not self._is_ready(name):
-            self._postpone(name)
-            return self._otherwise(run)
-        if device.type == "cuda":
-            return self._timed_on_gpu(name, run)
-        return self._timed(name, run, is_right, begun_ns)
-
     def _otherwise(self, run: Run) -> Tensor:
         """What runs untimed: the choice, if there is one."""
         name = NATIVE if self.choice is None else self.choice.algorithm
-        result = self._tried(name, run) if self._is_ready(name) else None
+        algorithm = BY_NAME[name]
+        ready = not algorithm.may_be_unready or algorithm.ready(self.problem, self.params_of(name))
+        result = self._tried(name, run) if ready else None
         if result is None:
             result = run(NATIVE)
         assert result is not None
         return result
-
-    def _is_ready(self, name: str) -> bool:
-        algorithm = BY_NAME[name]
-        return not algorithm.may_be_unready or algorithm.ready(self.problem, self.params_of(name))
 
     # ---- whose turn it is ---------------------------------------------------------------------------------------
 
@@ -221,7 +210,7 @@ class LiveTrial:
                 if error is not None:
                     self.trial.charge(1e3 * last.elapsed_time(done))
         if self.choice is None:
-            if _must_repeat(device):
+            if must_repeat(device, OWN_FRAMES):
                 return None
             if not self._begun and not self._may_begin():
                 self.waits = WAIT_CALLS
@@ -229,11 +218,14 @@ class LiveTrial:
                 self._settle_if_done()
                 return None
             name = self.trial.turn()
-            self._settle_if_done()
+            if name is None:
+                self._settle_if_done()
             return name
         self._calls += 1
         # Two calls in a row: native's, then the choice's.
-        if self.choice.algorithm == NATIVE or not self._audit or self._calls % self._audit > 1 or _must_repeat(device):
+        if self.choice.algorithm == NATIVE or not self._audit or self._calls % self._audit > 1:
+            return None
+        if must_repeat(device, OWN_FRAMES):
             return None
         return NATIVE if self._calls % self._audit == 0 else self.choice.algorithm
 
@@ -260,32 +252,40 @@ class LiveTrial:
 
     def _timed(self, name: str, run: Run, is_right: Check, begun_ns: int) -> Tensor:
         """The result of this turn; what it took goes to the trial, and everything around it since `begun_ns`."""
-        now_ns = self._now_ns
-        new = name != NATIVE and self.choice is None and self.trial.is_cold(name)
-        thread_ns, start_ns = _thread_ns(), now_ns()
+        now_ns, trial = self._now_ns, self.trial
+        on_trial = self.choice is None
+        new = on_trial and name != NATIVE and trial.is_cold(name)
+        several = self.problem.threads > 1
+        thread_ns = _thread_ns() if several else 0
+        start_ns = now_ns()
         result = self._tried(name, run)
-        us, thread_us = (now_ns() - start_ns) / 1e3, (_thread_ns() - thread_ns) / 1e3
+        end_ns = now_ns()
+        us = (end_ns - start_ns) / 1e3
+        undisturbed = self._undisturbed(us, (_thread_ns() - thread_ns) / 1e3) if several and result is not None else us
         if result is None:
             # An infinity or a NaN in the operands, or a failure: native computes the call, and this was in vain.
-            if self.choice is None:
-                self.trial.unusable(name, (now_ns() - begun_ns) / 1e3)
+            if on_trial:
+                trial.unusable(name, (end_ns - begun_ns) / 1e3)
                 self._settle_if_done()
             result = run(NATIVE)
             assert result is not None
             return result
-        if new and not is_right(name, result, FIRST_PLACES):
-            del result
-            self.trial.fail(name)
-            self.trial.charge((now_ns() - begun_ns) / 1e3)
-            self._settle_if_done()
-            result = run(NATIVE)
-            assert result is not None
-            return result
-        undisturbed = self._undisturbed(us, thread_us)
-        overhead_us = (now_ns() - begun_ns) / 1e3 - us + UNSEEN_US
+        before_us = (start_ns - begun_ns) / 1e3
+        if new:
+            right = is_right(name, result, FIRST_PLACES)
+            before_us += (now_ns() - end_ns) / 1e3
+            if not right:
+                del result
+                trial.fail(name)
+                trial.charge(us + before_us)
+                self._settle_if_done()
+                result = run(NATIVE)
+                assert result is not None
+                return result
+        overhead_us = before_us + UNSEEN_US
         if undisturbed is None and not new:
             self._postpone(name)
-            self.trial.charge(overhead_us)
+            trial.charge(overhead_us)
             self._settle_if_done()
         else:
             self._record(name, us if undisturbed is None else undisturbed, overhead_us)
@@ -318,7 +318,7 @@ class LiveTrial:
     def _undisturbed(self, us: float, thread_us: float) -> float | None:
         """What a call took, without what neighbours on the machine took from it; None if that cannot be told: on
         several threads, if its own thread stood still meanwhile, since the others wait for it."""
-        if self.problem.threads > 1 and us > DISTURBED * thread_us + DISTURBED_US:
+        if us > DISTURBED * thread_us + DISTURBED_US:
             self._disturbed += 1
             return us if self._disturbed > MOST_DISTURBED else None
         self._disturbed = 0
@@ -363,14 +363,16 @@ class LiveTrial:
     def _record(self, name: str, us: float, overhead_us: float = 0.0) -> None:
         if self.choice is None:
             self.trial.record(name, us, overhead_us)
-            self._settle_if_done()
+            if self.trial.outcome is not None:
+                self._settle_if_done()
+        elif (audits := self._audits) is None:
+            pass
         elif name == NATIVE:
-            self._native_us = us
-        elif self._native_us is not None:
-            cost_us = plan_cost_us(self.problem, self._native_us, (name,))
-            self._gains.append(math.log(self._native_us / (us + cost_us)))
-            self._native_us = None
-            self._judge_again()
+            audits.native(us)
+        elif audits.native_us is not None:
+            slower = audits.chosen(us + plan_cost_us(self.problem, audits.native_us, (name,)))
+            if slower is not None:
+                self.leave_to_native(f"{name} {slower}")
 
     def _settle_if_done(self) -> None:
         outcome = self.trial.outcome
@@ -410,21 +412,6 @@ class LiveTrial:
         """Settle on native after all."""
         self._settle(Choice(NATIVE, "verify", None, 1.0), Outcome(NATIVE, 1.0, self.trial.rounds, reason, False, {}))
 
-    def _judge_again(self) -> None:
-        """Back to native if the choice is clearly slower by now."""
-        gains = self._gains = self._gains[-MAX_AUDITS:]
-        n = len(gains)
-        if n < MIN_AUDITS:
-            return
-        ordered = sorted(gains)
-        middle = ordered[n // 2]
-        deviation = max(1.4826 * sorted(abs(g - middle) for g in gains)[n // 2], NOISE_FLOOR)
-        if middle + Z[n - MIN_AUDITS] * 1.2533 * deviation / math.sqrt(n) < -LOSS:
-            assert self.choice is not None
-            self.leave_to_native(
-                f"{self.choice.algorithm} was {math.exp(-middle):.2f} times slower than native in {n} audits"
-            )
-
 
 def keep(problem: ConvProblem, settings: Settings, choice: Choice, samples: int) -> None:
     """Let later processes know what was found out."""
@@ -451,18 +438,6 @@ def _distance(result: Tensor, native: Tensor) -> Tensor:
         size = torch.linalg.vector_norm(native)
         distance: Tensor = torch.linalg.vector_norm(result - native) / size.clamp_min(torch.finfo(wide).tiny)
         return distance
-
-
-def _must_repeat(device: torch.device) -> bool:
-    """Whether the call at hand has to give the bits that another one gave, or must not be timed or counted."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return True
-    frame = sys._getframe(3)
-    while frame is not None:
-        if frame.f_globals.get("__name__") in _REPEATABLE:
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
 
 
 def _count_fork() -> None:

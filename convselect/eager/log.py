@@ -19,8 +19,8 @@ from convselect.base.problem import ConvProblem
 from convselect.base.settings import Settings
 from convselect.base.warnings import warn_once
 from convselect.choice.choose import NATIVE, Choice, Prediction
+from convselect.choice.outcome import Outcome
 from convselect.choice.reasons import reasons, rounds, times, with_spread
-from convselect.choice.trial import Outcome
 from convselect.eager.live_trial import LiveTrial
 from convselect.eager.standing import gains, told
 

@@ -16,7 +16,8 @@ from convselect.base.problem import ConvProblem, Direction
 from convselect.base.settings import CACHE_ENTRIES, TIMING, Settings
 from convselect.choice.choose import NATIVE, Choice, Prediction, Refused, choose, nominees
 from convselect.choice.learnt import Corrected, is_settled
-from convselect.choice.trial import MIN_GAIN, Measured, Outcome, Prior
+from convselect.choice.outcome import Measured, Outcome, Prior
+from convselect.choice.trial import MIN_GAIN
 from convselect.eager import batch, learning, live_trial, log, measured
 from convselect.eager.live_trial import LiveTrial
 from convselect.eager.trusted import trusted
@@ -86,6 +87,7 @@ def _resolve(problem: ConvProblem, settings: Settings) -> Found:
     per_image = settings.batch_invariant and problem.direction != Direction.BACKWARD_WEIGHT
     if per_image:
         problem = batch.single(problem)
+    problem.derive()
     predictor = _Once(corrected=settings.policy in TIMING and not (problem.deterministic or settings.batch_invariant))
     stored = None if problem.deterministic else lambda p: _stored(p, settings)
     refused: Refused = {}
@@ -178,6 +180,8 @@ def _on_trial(
 
 def _stored(problem: ConvProblem, settings: Settings) -> Choice | None:
     """What an earlier process found out, if it was about the algorithm as it is today."""
+    if process.is_off():
+        return None
     decision = process.look_up(problem, settings.budgets)
     if decision is None or (settings.policy == "measure" and decision.source not in ("measure", "tune")):
         return None

@@ -7,8 +7,8 @@ from typing import Protocol
 
 from convselect.choice.budgets import distrusted
 from convselect.choice.choose import NATIVE, TIMED, Choice
+from convselect.choice.outcome import OnTrial
 from convselect.choice.reasons import rounds, times, with_spread
-from convselect.choice.trial import OnTrial
 from convselect.eager.live_trial import LiveTrial
 
 

@@ -47,6 +47,7 @@ class CAlgorithm(Algorithm):
     """The same for volumes, if `dimensions` has 3; it takes the same integers."""
     volumes_in_ncdhw: bool = False
     """Whether that kernel reads and writes NCDHW order only: other operands are copied."""
+    in_c = True
     leading_ints: tuple[int, ...] = ()
     """Integers that the kernel takes ahead of its operands."""
 

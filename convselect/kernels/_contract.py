@@ -76,6 +76,9 @@ class Algorithm(ABC):
     """Whether `ready` has to be asked before each automatic call: something may have to be compiled first, or a
     process-wide switch may rule the algorithm out. False saves a cached call the question."""
 
+    in_c: bool = False
+    """Whether it is a kernel of the C library, which can be called without Python (`eager/cached.py`)."""
+
     def __init_subclass__(cls, **arguments: Any) -> None:
         """Whoever was written for images need not know that there are volumes."""
         super().__init_subclass__(**arguments)

@@ -12,7 +12,8 @@ import ctypes
 import functools
 import math
 import os
-from collections.abc import Callable, Sequence
+import struct
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, Dire
 from convselect.base.warnings import warn_once
 from convselect.kernels import _huge_pages
 
-ABI = 10
+ABI = 11
 TUNE_SLOTS = 8
 OK, NO_MEMORY, UNSUPPORTED, NONFINITE = range(4)
 ISAS = {"base": 0, "avx2": 1, "avx512": 2}
@@ -95,6 +96,10 @@ class Block(ctypes.Structure):
         ("expand_parameter", ctypes.c_float),
         ("taps_parameter", ctypes.c_float),
     )
+
+
+_Tune = ctypes.c_int32 * TUNE_SLOTS
+_NO_TUNE = _Tune()  # copied into every struct
 
 
 @functools.cache
@@ -177,15 +182,12 @@ def _function(name: str, leading_ints: int, pointers: int = 4, result: Any = cty
 def _conv(p: ConvProblem, a_layout: str, b_layout: str, threads: int, isa: int, tune: tuple[int, ...] = ()) -> Conv:
     """The problem as a C struct, with operands in these layouts; a weight gradient is contiguous. `tune`: the kernel's
     parameters in the order of its slots, 0 if the kernel decides."""
-    if p.direction == Direction.BACKWARD_WEIGHT:
-        layouts = (a_layout, b_layout, CONTIGUOUS)
-    else:
-        layouts = (a_layout, a_layout, b_layout)
+    a, b = LAYOUTS[a_layout], LAYOUTS[b_layout]
+    x, y, weight = (a, b, 0) if p.direction == Direction.BACKWARD_WEIGHT else (a, a, b)
     return Conv(
-        p.N, p.C, p.H, p.W, p.K, p.R, p.S, p.P, p.Q,
-        p.stride_h, p.stride_w, p.pad_top, p.pad_left, p.dil_h, p.dil_w, p.groups,
-        DTYPES[p.dtype], DIRECTIONS[p.direction], *(LAYOUTS[layout] for layout in layouts), threads, isa, 0,
-        (ctypes.c_int32 * TUNE_SLOTS)(*tune),
+        *p[1:8], p.P, p.Q, p.stride_h, p.stride_w, p.pad_top, p.pad_left, p.dil_h, p.dil_w, p.groups,
+        DTYPES[p.dtype], DIRECTIONS[p.direction], x, y, weight, threads, isa, 0,
+        _Tune(*tune) if tune else _NO_TUNE,
     )  # fmt: skip
 
 
@@ -357,6 +359,12 @@ def copied_bytes(problem: ConvProblem) -> int:
     return (0 if p.layout in LAYOUTS else streamed) + weight
 
 
+@functools.lru_cache(maxsize=8)
+def _asked_about(problem: ConvProblem, tune: tuple[int, ...]) -> Any:
+    """The struct of queries, by reference: several algorithms are asked about one problem."""
+    return ctypes.byref(_struct(problem, CONTIGUOUS, CONTIGUOUS, problem.threads, isa(), tune))
+
+
 def workspace_bytes(
     query: str, problem: ConvProblem, leading_ints: tuple[int, ...] = (), tune: tuple[int, ...] = ()
 ) -> int:
@@ -366,8 +374,8 @@ def workspace_bytes(
     Raises:
         NotImplementedError: if the kernel does not apply.
     """
-    conv = _struct(problem, CONTIGUOUS, CONTIGUOUS, problem.threads, isa(), tune)
-    scratch: int = _function(query, len(leading_ints), 0, ctypes.c_int64)(ctypes.byref(conv), *leading_ints)
+    conv = _asked_about(problem, tune)
+    scratch: int = _function(query, len(leading_ints), 0, ctypes.c_int64)(conv, *leading_ints)
     if scratch < 0:
         raise NotImplementedError(f"{query} does not apply to {problem}")
     return scratch + copied_bytes(problem)
@@ -384,7 +392,7 @@ class Layer(ctypes.Structure):
     _fields_ = (
         ("matrix", ctypes.c_void_p), ("source", ctypes.c_void_p), ("target", ctypes.c_void_p),
         ("rows", ctypes.c_int64), ("columns", ctypes.c_int64), ("padded", ctypes.c_int64),
-        ("rectified", ctypes.c_int32), ("reserved", ctypes.c_int32),
+        ("rectified", ctypes.c_int32), ("half", ctypes.c_int32),
     )  # fmt: skip
 
 
@@ -397,39 +405,66 @@ class Input(ctypes.Structure):
     )
 
 
-def network(x: Any, normalise: Sequence[Any], layers: Sequence[tuple[Any, Any, Any, bool]]) -> Callable[[], object]:
-    """A function that runs a chain of matrix-vector products on the values that `x` holds when it is called.
+_MODEL_FIELDS = struct.Struct("=24q")
+_MODEL_DTYPES = {**DTYPES, "float64": 3}
+_STRIDED = 2  # any other layout
+
+
+class Network:
+    """A chain of matrix-vector products on vectors that stay where they are, as one call of C.
 
     Args:
         x: the input (n,); numpy float32, like all other arrays here.
         normalise: low, high, mean, scale, target: vectors (n,).
         layers: (matrix (rows, columns), source (columns,), target (rows,), rectified) each; vectors contiguous. Vectors
-            are used in place, matrices are copied. The function keeps all of them alive.
+            are used in place and kept alive, matrices are copied: in float16 if that keeps their values.
     """
-    import numpy as np
 
-    loaded = library()
-    assert loaded is not None
-    function = loaded["cs_network"]
-    pointer = ctypes.c_void_p
-    function.argtypes = (ctypes.c_int32, pointer, pointer, pointer, ctypes.c_int64)
-    function.restype = ctypes.c_int32
-    chain = (Layer * len(layers))()
-    held: list[Any] = [x, normalise, layers, chain]
-    for entry, (matrix, source, target, rectified) in zip(chain, layers, strict=True):
-        rows, columns = matrix.shape
-        padded = -(-rows // LAYER_ROWS) * LAYER_ROWS
-        by_column = np.zeros((columns, padded), np.float32)
-        by_column[:, :rows] = matrix.T
-        held.append(by_column)
-        entry.matrix, entry.source, entry.target = by_column.ctypes.data, source.ctypes.data, target.ctypes.data
-        entry.rows, entry.columns, entry.padded, entry.rectified = rows, columns, padded, rectified
-    addresses = [vector.ctypes.data for vector in normalise]
-    given = Input(*addresses, len(normalise[0]))
-    held.append(given)
-    what, steps = ctypes.addressof(given), ctypes.addressof(chain)
-    return functools.partial(_run_network, held, function, isa(), what, x.ctypes.data, steps, len(layers))
+    def __init__(self, x: Any, normalise: Sequence[Any], layers: Sequence[tuple[Any, Any, Any, bool]]) -> None:
+        import numpy as np
 
+        loaded = library()
+        assert loaded is not None
+        pointer = ctypes.c_void_p
+        self._network, self._predict = loaded["cs_network"], loaded["cs_predict"]
+        self._network.argtypes = (ctypes.c_int32, pointer, pointer, pointer, ctypes.c_int64)
+        self._predict.argtypes = (ctypes.c_int32, *(pointer,) * 4, ctypes.c_int64)
+        self._network.restype = self._predict.restype = ctypes.c_int32
+        chain = (Layer * len(layers))()
+        self._held: list[Any] = [x, normalise, layers, chain]
+        for entry, (matrix, source, target, rectified) in zip(chain, layers, strict=True):
+            rows, columns = matrix.shape
+            padded = -(-rows // LAYER_ROWS) * LAYER_ROWS
+            with np.errstate(over="ignore"):
+                narrow = matrix.astype(np.float16)
+            # Without instructions for it, to widen them would take longer than to read them.
+            half = isa() > ISAS["base"] and bool((narrow == matrix).all())
+            by_column = np.zeros((columns, padded), np.float16 if half else np.float32)
+            by_column[:, :rows] = (narrow if half else matrix).T
+            self._held.append(by_column)
+            entry.matrix, entry.source, entry.target = by_column.ctypes.data, source.ctypes.data, target.ctypes.data
+            entry.rows, entry.columns, entry.padded = rows, columns, padded
+            entry.rectified, entry.half = rectified, half
+        given = Input(*(vector.ctypes.data for vector in normalise), len(normalise[0]))
+        self._fields = ctypes.create_string_buffer(_MODEL_FIELDS.size)
+        self._held.append(given)
+        self._chain = (x.ctypes.data, ctypes.addressof(given), ctypes.addressof(chain), len(layers))
+        self._isa, self._fields_at = isa(), ctypes.addressof(self._fields)
 
-def _run_network(_held: object, function: Any, *arguments: int) -> object:
-    return function(*arguments)
+    def run(self) -> None:
+        """Run it on the values that `x` holds."""
+        x, given, chain, count = self._chain
+        self._network(self._isa, given, x, chain, count)
+
+    def predict(self, problem: ConvProblem) -> bool:
+        """Write the features of a problem to `x`, and run it on them. False: a size is not positive.
+
+        For images that are not oversized; `csrc/features.c` computes in 64 bits what Python computes exactly.
+        """
+        p = problem
+        _MODEL_FIELDS.pack_into(
+            self._fields, 0, *p[1:17], DIRECTIONS[p.direction], _MODEL_DTYPES[p.dtype],
+            LAYOUTS.get(p.layout, _STRIDED), LAYOUTS.get(p.weight_layout, _STRIDED),
+            p.threads, p.deterministic, p.tf32, p.frozen,
+        )  # fmt: skip
+        return bool(self._predict(self._isa, self._fields_at, *self._chain) == OK)

@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterable, Sequence
 
 from convselect.base.problem import ConvProblem, Direction
-from convselect.kernels._c_algorithm import CAlgorithm
 from convselect.kernels.pool import BY_NAME
 from convselect.measure.rows import NATIVE
 
@@ -29,7 +28,8 @@ PLAN_COST_CUDA_US = 3.0
 
 def computes_in_c(name: str) -> bool:
     """Whether calls of this algorithm can run outside Python."""
-    return isinstance(BY_NAME.get(name), CAlgorithm)
+    algorithm = BY_NAME.get(name)
+    return algorithm is not None and algorithm.in_c
 
 
 def is_free(name: str) -> bool:

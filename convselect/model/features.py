@@ -10,6 +10,7 @@ The set is frozen: an artifact trained on one version refuses another (`FEATURES
 
 from __future__ import annotations
 
+import functools
 from array import array
 from collections.abc import Mapping
 from math import log2
@@ -128,16 +129,16 @@ def kinds(problem: ConvProblem) -> tuple[str, ...]:
     problem belongs to (dilated, strided, thin, one-row), or "forward plain". What was measured of an algorithm on one
     kind says nothing about others (`inference.Card.has_times`); artifacts name them, so they are never renamed."""
     p = problem
-    found = []
-    if (p.dil_h > 1 and p.R > 1) or (p.dil_w > 1 and p.S > 1):
-        found.append("dilated")
-    if p.stride_h > 1 or p.stride_w > 1:
-        found.append("strided")
-    if min(p.C, p.K) < THIN_CHANNELS * p.groups and not p.is_depthwise:
-        found.append("thin")
-    if (p.R == 1) != (p.S == 1):
-        found.append("one-row")
-    return tuple(f"{p.direction} {kind}" for kind in found or ["plain"])
+    dilated = (p.dil_h > 1 and p.R > 1) or (p.dil_w > 1 and p.S > 1)
+    strided = p.stride_h > 1 or p.stride_w > 1
+    thin = min(p.C, p.K) < THIN_CHANNELS * p.groups and not p.is_depthwise
+    return _kinds(p.direction, dilated, strided, thin, (p.R == 1) != (p.S == 1))
+
+
+@functools.cache
+def _kinds(direction: Direction, *are: bool) -> tuple[str, ...]:
+    found = [kind for kind, is_one in zip(("dilated", "strided", "thin", "one-row"), are, strict=True) if is_one]
+    return tuple(f"{direction} {kind}" for kind in found or ["plain"])
 
 
 ELSEWHERE = "elsewhere"

@@ -210,8 +210,8 @@ class Prediction:
         self._temperature = 1.0 if sharpness is None else alpha / sharpness
         self.names = names
         self.logits = tuple(logits)
-        self._by_name = dict(zip(names, logits, strict=True))
-        self.ranked: Sequence[str] = sorted(names, key=self._by_name.__getitem__, reverse=True)
+        self._by_name = by_name = dict(zip(names, logits, strict=True))
+        self.ranked: Sequence[str] = sorted(names, key=by_name.__getitem__, reverse=True)
         self._alpha = alpha
 
     def log_gain(self, name: str) -> float:
@@ -256,6 +256,7 @@ class Predictor:
                 and all(host_flags.get(f, False) == card.host_flags.get(f, False) for f in SIXTEEN_BIT_FLAGS[dtype])
             )
         )
+        self._threads = max(card.threads)
         self._identity: str | None = None
         self._with_times: dict[tuple[str, ...], tuple[int, ...]] = {}
         self._local = threading.local()
@@ -318,17 +319,16 @@ class Predictor:
             return None
         if problem.device != "cpu":
             problem = problem._replace(threads=1)  # host threads do not matter on a GPU
-        try:
-            x = features(problem)
-        except ValueError:
-            return None
-        # Native scales with threads; algorithms made of many small operations do not always. For each doubling of
-        # threads beyond those measured, the required gain is half as large again.
-        doublings = max(0.0, math.log2(problem.threads / max(self.card.threads)))
-        more = doublings * LOG_GAIN_PER_UNSEEN_DOUBLING
         line = () if plan_cost.outside_python else card.native_line
-        ln_native_us = float(np.dot(x, line[:-1])) + line[-1] if line else 0.0  # before the network overwrites x
-        logits = self._run(x).tolist()
+        found = self._outputs(problem, line)
+        if found is None:
+            return None
+        logits, ln_native_us = found
+        more = 0.0
+        if problem.threads > self._threads:
+            # Native scales with threads; algorithms made of many small operations do not always. For each doubling of
+            # threads beyond those measured, the required gain is half as large again.
+            more = math.log2(problem.threads / self._threads) * LOG_GAIN_PER_UNSEEN_DOUBLING
         if not max(logits) - min(logits) <= MOST_LOG_GAIN * card.alpha:
             warn_once(
                 "artifact", "convselect: the model's predictions make no sense; where they do not, native is chosen."
@@ -336,13 +336,29 @@ class Predictor:
             return None
         if line:
             logits = plan_cost.charged(problem, card.algorithm_names, logits, card.alpha, ln_native_us)
-        names, known = self.card.algorithm_names, self._known(kinds(problem))
+        names, known = card.algorithm_names, self._known(kinds(problem))
         if len(known) < len(names):
-            names, logits = tuple(names[i] for i in known), [logits[i] for i in known]
+            names, logits = tuple([names[i] for i in known]), [logits[i] for i in known]
         margins = margins_for(problem, card.margins) if card.margins else None
         if margins and more:
             margins = {name: own + more for name, own in margins.items()}
         return Prediction(names, logits, card.alpha, self.margin + more, card.sharpness, margins)
+
+    def _outputs(self, problem: ConvProblem, line: Sequence[float]) -> tuple[list[float], float] | None:
+        """The logits, and the estimate of ln(native's time in us) if there is a line for it; None for problems with
+        nothing to compute."""
+        program = self._thread_program()
+        x, steps, result = program
+        if isinstance(steps, list) or problem.is_oversized:
+            try:
+                x = features(problem)
+            except ValueError:
+                return None
+            ln_native_us = float(np.dot(x, line[:-1])) + line[-1] if line else 0.0  # before the network overwrites x
+            return self._run(x).tolist(), ln_native_us
+        if not steps.predict(problem):
+            return None
+        return result.tolist(), float(np.dot(x, line[:-1])) + line[-1] if line else 0.0
 
     def _of_volume(self, problem: ConvProblem) -> Prediction | None:
         from convselect.model import volumes  # one file less for whoever has none
@@ -389,13 +405,10 @@ class Predictor:
 
     def _run(self, x: Array) -> Array:
         """Overwrites x; the result is this thread's buffer."""
-        program: _Program | None = getattr(self._local, "program", None)
-        if program is None:
-            program = self._local.program = self._program()
-        normalise, steps, result = program
-        if callable(steps):
+        normalise, steps, result = self._thread_program()
+        if not isinstance(steps, list):
             normalise[:] = x
-            steps()
+            steps.run()
             return result
         low, high, mean, scale, z = normalise
         np.maximum(x, low, out=x)
@@ -406,6 +419,12 @@ class Predictor:
             np.dot(matrix, source, out=target)
             np.maximum(target, floor, out=target)
         return result
+
+    def _thread_program(self) -> _Program:
+        program: _Program | None = getattr(self._local, "program", None)
+        if program is None:
+            program = self._local.program = self._program()
+        return program
 
     def _program(self) -> _Program:
         """Buffers of one thread, and the matrix products over views of them.
@@ -440,7 +459,7 @@ def _in_c(normalise: Sequence[Array], steps: Sequence[tuple[Array, Array, Array,
         return None
     x = np.empty(len(normalise[0]), np.float32)
     chain = [(m, source, target, bool(floor == 0)) for m, source, target, floor in steps]
-    return x, library.network(x, normalise, chain)
+    return x, library.Network(x, normalise, chain)
 
 
 def _checked(card: Card, arrays: Mapping[str, Array]) -> dict[str, Array]:

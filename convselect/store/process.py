@@ -345,6 +345,11 @@ def using() -> Iterator[_Process]:
         warn_once(topic, text)
 
 
+def is_off() -> bool:
+    """Whether there is nothing to look up, as far as can be told without the lock."""
+    return _process is not None and _process.off
+
+
 def look_up(problem: ConvProblem, budgets: str) -> Decision | None:
     """The choice stored for this problem under these budgets, on this machine, with these versions; None if there is
     none, or if its algorithm has another revision by now. The user's own store comes before the system's."""

@@ -14,7 +14,8 @@ from benchmarks import _real_trials
 from benchmarks.verification import LIE, figures, honest, lying, trial_of, trials
 from convselect.base.problem import conv_problem
 from convselect.choice.choose import NOMINATED
-from convselect.choice.trial import NATIVE, Prior
+from convselect.choice.outcome import Prior
+from convselect.choice.trial import NATIVE
 from convselect.eager.resolve import PRIOR_SD
 
 NAMES = (NATIVE, "a", "b", "c", "d")

@@ -10,6 +10,8 @@ import operator
 import pytest
 from trials import US, of, play
 
+from convselect.choice.outcome import Measured, Prior
+from convselect.choice.replay import replay
 from convselect.choice.trial import (
     ALLOWANCE_CALLS,
     ALLOWANCE_US,
@@ -23,10 +25,7 @@ from convselect.choice.trial import (
     MOST_CALLS,
     NATIVE,
     WARM_DROP,
-    Measured,
-    Prior,
     Trial,
-    replay,
 )
 
 # ---- turns ----------------------------------------------------------------------------------------------------------

@@ -7,16 +7,9 @@ import math
 import pytest
 from trials import US, of, play
 
-from convselect.choice.trial import (
-    EARLY_ROUNDS,
-    NATIVE,
-    NOISE_ROUNDS,
-    NOISE_SD,
-    RIVAL_ROUNDS,
-    Measured,
-    Prior,
-    Trial,
-)
+from convselect.choice.outcome import Measured, Prior
+from convselect.choice.rounds import NATIVE, NOISE_ROUNDS, NOISE_SD
+from convselect.choice.trial import EARLY_ROUNDS, RIVAL_ROUNDS, Trial
 
 
 def rounds(trial: Trial, *gains: float, name: str = "a") -> None:

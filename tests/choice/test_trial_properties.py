@@ -8,16 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from convselect.choice.trial import (
-    ALLOWANCE_CALLS,
-    ALLOWANCE_US,
-    CHECK_US,
-    MACHINERY_US,
-    MOST_CALLS,
-    NATIVE,
-    Prior,
-    Trial,
-)
+from convselect.choice.outcome import Prior
+from convselect.choice.trial import ALLOWANCE_CALLS, ALLOWANCE_US, CHECK_US, MACHINERY_US, MOST_CALLS, NATIVE, Trial
 
 US = 1000.0
 FALSE = math.log(0.98)

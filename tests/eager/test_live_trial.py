@@ -17,7 +17,8 @@ import convselect
 from convselect.base import lru, settings
 from convselect.base.problem import Direction, conv_problem
 from convselect.choice.choose import NATIVE, Choice
-from convselect.choice.trial import ALLOWANCE_CALLS, ALLOWANCE_US, EARLY_ROUNDS, Measured, Prior
+from convselect.choice.outcome import Measured, Prior
+from convselect.choice.trial import ALLOWANCE_CALLS, ALLOWANCE_US, EARLY_ROUNDS
 from convselect.eager import live_trial, resolve
 from convselect.eager.live_trial import UNSEEN_US, LiveTrial
 from convselect.eager.plan import plans

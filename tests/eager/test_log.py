@@ -19,7 +19,7 @@ from convselect.base import lru, settings
 from convselect.base.problem import conv_problem
 from convselect.base.settings import Settings
 from convselect.choice.choose import Choice
-from convselect.choice.trial import Measured, Outcome
+from convselect.choice.outcome import Measured, Outcome
 from convselect.doctor import bench
 from convselect.eager import log, resolve
 from convselect.kernels.pool import ALL

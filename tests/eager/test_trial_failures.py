@@ -17,7 +17,8 @@ from convselect.base import warnings as _warnings
 from convselect.base.problem import Direction, conv_problem
 from convselect.choice.budgets import distrusted
 from convselect.choice.choose import NATIVE, Choice
-from convselect.choice.trial import EARLY_ROUNDS, Prior
+from convselect.choice.outcome import Prior
+from convselect.choice.trial import EARLY_ROUNDS
 from convselect.eager import checks, execute, live_trial, resolve
 from convselect.eager.live_trial import FIRST_PLACES, UNSEEN_US, LiveTrial
 from convselect.eager.plan import plans

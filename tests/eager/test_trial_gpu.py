@@ -12,7 +12,8 @@ import convselect
 from convselect.base import timing
 from convselect.base.problem import conv_problem
 from convselect.choice.choose import NATIVE, Choice
-from convselect.choice.trial import EARLY_ROUNDS, Prior
+from convselect.choice.outcome import Prior
+from convselect.choice.trial import EARLY_ROUNDS
 from convselect.eager import live_trial
 from convselect.eager.live_trial import LiveTrial
 from convselect.kernels.pool import BY_NAME

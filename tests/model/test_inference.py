@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import random
 import sys
 import threading
 import tracemalloc
@@ -15,12 +16,12 @@ import numpy as np
 import pytest
 import torch
 
-from convselect.base.problem import conv_problem
+from convselect.base.problem import Direction, conv_problem
 from convselect.kernels import _library
 from convselect.machine import host
 from convselect.model import _archive, inference, volumes
 from convselect.model.features import FEATURE_NAMES, features
-from convselect.model.inference import ArtifactError, Card, Prediction, Predictor, artifact_path, save
+from convselect.model.inference import ARTIFACTS, ArtifactError, Card, Prediction, Predictor, artifact_path, save
 from convselect.model.reformer import Reformer, fold
 
 D = len(FEATURE_NAMES)
@@ -557,6 +558,49 @@ def test_c_and_numpy_say_the_same(level: int, monkeypatch: pytest.MonkeyPatch):
             in_numpy = Predictor(card, fold(model))
             want = [in_numpy.logits(x) for x in np.random.default_rng(0).normal(0, 3, (20, len(FEATURE_NAMES)))]
         got = [in_c.logits(x) for x in np.random.default_rng(0).normal(0, 3, (20, len(FEATURE_NAMES)))]
-        assert callable(in_c._local.program[1])
-        assert not callable(in_numpy._local.program[1])
+        assert isinstance(in_c._local.program[1], _library.Network)
+        assert isinstance(in_numpy._local.program[1], list)
         np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.skipif(not _library.available(), reason="the C kernels are not built here")
+@pytest.mark.parametrize("path", sorted(ARTIFACTS.glob("*.npz")), ids=lambda path: path.stem)
+def test_c_sees_the_features_that_python_computes(path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Bit for bit; and the whole prediction is numpy's."""
+    in_c = Predictor.load(path, {})
+    with monkeypatch.context() as patch:
+        patch.setattr(_library, "available", lambda: False)
+        in_numpy = Predictor.load(path, {})
+        in_numpy._thread_program()
+    source = random.Random(0)
+    for _ in range(300):
+        groups, kernel = source.choice((1, 1, 2, 8)), source.choice((1, 2, 3, 5, 7))
+        problem = conv_problem(
+            source.randint(1, 9), groups * source.randint(1, 300), source.randint(14, 99), source.randint(14, 99),
+            groups * source.randint(1, 300), kernel, source.choice((1, kernel)), direction=source.choice([*Direction]),
+            stride=(source.randint(1, 3), source.randint(1, 3)), dilation=source.choice((1, 1, 2)), groups=groups,
+            padding=tuple(source.randint(0, 3) for _ in range(4)), dtype=source.choice(in_c.card.dtypes),
+            layout=source.choice(("contiguous", "channels_last", "strided")), threads=source.randint(1, 9),
+            weight_layout=source.choice(("contiguous", "channels_last", "strided")),
+            deterministic=source.random() < 0.5, frozen=source.random() < 0.5,
+        )  # fmt: skip
+        said, want = in_c.predict(problem), in_numpy.predict(problem)
+        if want is None or said is None:
+            assert said is want
+            continue
+        x, network, _ = in_c._local.program
+        assert network.predict(problem)
+        assert x.tolist() == features(problem).tolist()
+        assert said.names == want.names
+        np.testing.assert_allclose(said.logits, want.logits, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.skipif(not _library.available(), reason="the C kernels are not built here")
+def test_c_declines_what_has_no_features():
+    predictor = Predictor.load(max(ARTIFACTS.glob("cpu-*.npz")), {})
+    fits = conv_problem(1, 8, 9, 9, 8, 3, 3)
+    assert predictor.predict(fits) is not None
+    for change in ({"N": 0}, {"H": 2}, {"W": 1, "pad_left": 1}, {"K": 0}):
+        assert predictor.predict(fits._replace(**change)) is None
+    # Numbers that 64 bits do not hold are Python's.
+    assert predictor.predict(fits._replace(N=2**62, C=2**40, K=2**40)) is not None

@@ -22,7 +22,7 @@ import convselect
 from convselect.base import settings
 from convselect.base.problem import conv_problem
 from convselect.choice.choose import Choice
-from convselect.choice.trial import Measured
+from convselect.choice.outcome import Measured
 from convselect.cli import main
 from convselect.eager import resolve
 from convselect.kernels.pool import BY_NAME

@@ -14,7 +14,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define CS_ABI 10 /* raised with every change of a struct or a signature; the loader compares */
+#define CS_ABI 11 /* raised with every change of a struct or a signature; the loader compares */
 
 /* NONFINITE: done, but the result holds an infinity or a NaN that a transform may have spread to its neighbours. */
 enum { CS_OK = 0, CS_NO_MEMORY = 1, CS_UNSUPPORTED = 2, CS_NONFINITE = 3 };
@@ -239,10 +239,11 @@ CS_EXPORT int32_t cs_spot_check(const cs_spot *spot, const void *a, const void *
  * matrix is [columns][padded], padded the rows rounded up to CS_LAYER_ROWS; `rows` floats of target are written. */
 #define CS_LAYER_ROWS 16
 typedef struct {
-    const float *matrix, *source;
+    const void *matrix; /* float32, or float16 if `half` */
+    const float *source;
     float *target;
     int64_t rows, columns, padded;
-    int32_t rectified, reserved;
+    int32_t rectified, half;
 } cs_layer;
 
 /* target = (x, between low and high, - mean) x scale, all of n; then the layers, in order. */
@@ -251,5 +252,19 @@ typedef struct {
     float *target;
     int64_t n;
 } cs_input;
+/* isa as in cs_conv. */
+CS_EXPORT int32_t cs_network(int32_t isa, const cs_input *in, const float *x, const cs_layer *layers, int64_t count);
+
+/* What decides about a problem of images, for a model. Sizes up to 2^31, tensors up to 2^47 bytes. */
+typedef struct {
+    int64_t N, C, H, W, K, R, S, stride_h, stride_w, pad_top, pad_bottom, pad_left, pad_right, dil_h, dil_w, groups;
+    int64_t direction, dtype, layout, weight_layout; /* layouts: any other number for neither */
+    int64_t threads, deterministic, tf32, frozen;
+} cs_model_fields;
+
+/* Writes the features of `fields` to x (in->n of them), and runs the network on them. CS_UNSUPPORTED: a size is not
+ * positive. */
+CS_EXPORT int32_t cs_predict(int32_t isa, const cs_model_fields *fields, float *x, const cs_input *in,
+                             const cs_layer *layers, int64_t count);
 
 #endif

@@ -210,8 +210,6 @@ CS_VOLUME_QUERIES(CS_DEFINE_VOLUME_QUERY)
     }
 CS_STEP_KERNELS(CS_DEFINE_STEP)
 
-/* isa as in cs_conv. */
-CS_EXPORT int32_t cs_network(int32_t isa, const cs_input *in, const float *x, const cs_layer *layers, int64_t count);
 int32_t cs_network(int32_t isa, const cs_input *in, const float *x, const cs_layer *layers, int64_t count) {
     struct {
         int32_t isa;
