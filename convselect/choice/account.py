@@ -5,6 +5,10 @@ while the sum of (time - native's time) over all trials is at most `CALLS` calls
 seen so far, and `SHARE` of the time that this process has computed since the first trial. Until then native runs, which
 costs nothing. With at least 2,000 calls, of which 2.5 % are `CALLS`, and convolutions at least half of what is
 computed, that is 3 % of native's time at most, plus what one trial may cost.
+
+One trial may cost a lot: a candidate's first call takes as long as it takes. So a trial begins only if there is room
+for another loss beyond a trial's own bound as large as the largest so far, in calls of native. Of a good model that is
+little or nothing; one that lies has one such call in a process, and not as many as there is room for.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ SHARE = 0.005
 class Account:
     """The cost of all trials so far. Threads that meet here lose an entry at most."""
 
-    __slots__ = ("_since_us", "excess_us", "native_us", "trials")
+    __slots__ = ("_since_us", "beyond_calls", "excess_us", "native_us", "trials")
 
     def __init__(self) -> None:
         self.clear()
@@ -27,6 +31,9 @@ class Account:
         self.native_us = 0.0
         """Sum of native's time for one call of each problem on trial."""
         self.trials = 0
+        self.beyond_calls = 0.0
+        """The most that one trial has cost beyond its bound, in calls of its native; at most `CALLS`: what trials save
+        makes room for others whatever one of them has cost."""
         self._since_us = 0.0
 
     def begun(self, native_us: float, computed_us: float = 0.0) -> None:
@@ -37,6 +44,10 @@ class Account:
         self.native_us += native_us
         self.trials += 1
 
+    def lost(self, beyond_us: float, native_us: float) -> None:
+        """A trial has cost this much more than a trial may, and one call of its native takes `native_us`."""
+        self.beyond_calls = min(CALLS, max(self.beyond_calls, beyond_us / max(native_us, 1.0)))
+
     def forked(self) -> None:
         """The CPU time of a forked process begins at 0."""
         self._since_us = 0.0
@@ -45,4 +56,5 @@ class Account:
         """Whether another trial, on this many threads, may begin, after all threads have computed for `computed_us`."""
         if self.trials == 0:
             return True
-        return self.excess_us <= CALLS * self.native_us / self.trials + SHARE * (computed_us - self._since_us) / threads
+        calls = CALLS - self.beyond_calls
+        return self.excess_us <= calls * self.native_us / self.trials + SHARE * (computed_us - self._since_us) / threads

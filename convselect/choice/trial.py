@@ -85,8 +85,8 @@ class Trial:
     """
 
     __slots__ = (
-        "_order", "_plan_us", "_proven", "_seed", "_spent_us", "_spoilt", "_timed", "_unusable", "calls", "excess_us",
-        "live", "outcome", "priors", "seen", "turns",
+        "_order", "_plan_us", "_proven", "_seed", "_spent_us", "_spoilt", "_timed", "_unusable", "beyond_us", "calls",
+        "excess_us", "live", "outcome", "priors", "seen", "turns",
     )  # fmt: skip
 
     def __init__(
@@ -109,6 +109,8 @@ class Trial:
         self.excess_us = 0.0
         """Time spent so far beyond what native alone would have taken; negative if the trial has saved time; 0 before
         native's time is known."""
+        self.beyond_us = 0.0
+        """The most that this was above what a trial may cost: a first call is over before it can be too long."""
         self._plan_us = min(plan_us, MOST_PLAN_US)
         self._spent_us = 0.0
         self._timed = 0
@@ -278,8 +280,9 @@ class Trial:
         if native_us is None:
             return
         self.excess_us = self._spent_us - self._timed * native_us
-        cost_us = self._plan_us + self.excess_us + expected_us
-        if cost_us > ALLOWANCE_CALLS * native_us + ALLOWANCE_US and self.outcome is None:
+        allowed_us = ALLOWANCE_CALLS * native_us + ALLOWANCE_US
+        self.beyond_us = max(self.beyond_us, self.excess_us - allowed_us)
+        if self._plan_us + self.excess_us + expected_us > allowed_us and self.outcome is None:
             self._end("its cost")
 
     def drop(self, name: str) -> None:
@@ -364,11 +367,14 @@ class Trial:
     def _end(self, why: str) -> None:
         """The trial is over without a clear winner: what is known decides."""
         best = self._leader() if self._proven else self._best()
+        if best is not None and self._spoilt and not self.seen.gains(best):
+            best = None  # the model knows of algorithms, and not of values that spoil their results
         compared = self.rounds if best is None else len(self.seen.gains(best))
         word = "the best so far" if compared >= MIN_ROUNDS else "the model decides"
         if best is None:
             word = "nothing was clearly faster"
-        self._settle(best or NATIVE, f"{word} after {why}", cut_short=compared < MIN_ROUNDS)
+        short = compared < MIN_ROUNDS or (best is None and bool(self._spoilt))
+        self._settle(best or NATIVE, f"{word} after {why}", cut_short=short)
 
     def _settle(self, name: str, reason: str, *, cut_short: bool = False) -> None:
         measured = self.measured()

@@ -183,6 +183,8 @@ class LiveTrial:
                 account.excess_us += trial.excess_us - before_us
                 if native_us is None and trial.native_us is not None:
                     account.begun(trial.native_us, timing.computed_us())
+                if trial.beyond_us > 0 and trial.native_us is not None:
+                    account.lost(trial.beyond_us, trial.native_us)
         finally:
             self._lock.release()
 

@@ -51,6 +51,24 @@ def test_in_a_forked_process_time_begins_at_0():
     assert account.allows(500.0 / SHARE)
 
 
+def test_there_is_room_for_another_loss_like_the_largest():
+    account = Account()
+    account.begun(100.0)
+    account.begun(300.0)
+    account.lost(300.0 * 26, 300.0)
+    account.lost(100.0, 100.0)
+    assert account.beyond_calls == 26
+    for excess_us, allowed in (((CALLS - 26) * 200.0, True), ((CALLS - 26) * 200.0 + 1, False)):
+        account.excess_us = excess_us
+        assert account.allows(0.0) is allowed
+    assert account.allows(1.0 / SHARE)
+    account.lost(1e9, 1.0)
+    account.excess_us = 0.0  # others have saved what it cost
+    assert account.allows(0.0)
+    account.clear()
+    assert account.beyond_calls == 0
+
+
 def test_trials_that_save_time_pay_for_others():
     account = Account()
     account.begun(100.0)

@@ -304,6 +304,27 @@ def test_unusable_results_of_two_candidates_are_the_end_of_the_trial():
     assert (trial.outcome.algorithm, trial.outcome.cut_short) == (NATIVE, True)
 
 
+def test_where_values_spoil_results_the_models_word_decides_nothing():
+    trial = Trial({"a": Prior(1.0), "b": Prior(0.9), "c": Prior(0.8)}, favourite="a")
+    assert trial.turn() == "a"
+    trial.unusable("a", 300.0)
+    assert trial.turn() == NATIVE
+    trial.record(NATIVE, 100.0)
+    trial.charge(1e4)
+    assert trial.outcome is not None
+    assert (trial.outcome.algorithm, trial.outcome.cut_short) == (NATIVE, True)
+
+
+def test_what_a_trial_costs_beyond_its_bound_is_kept():
+    trial = Trial(["a"])
+    play(trial, of(a=20 * US))
+    allowed_us = ALLOWANCE_CALLS * US + ALLOWANCE_US
+    assert trial.beyond_us == pytest.approx(19 * US - allowed_us)
+    quick = Trial(["a"])
+    play(quick, of(a=0.5 * US))
+    assert quick.beyond_us == 0
+
+
 def test_unusable_results_need_not_be_in_a_row():
     trial = Trial(["a"])
     play(trial, of(a=US), 1)
