@@ -25,7 +25,6 @@ from torch import Tensor
 from convselect.base import timing
 from convselect.base.lru import on_clear
 from convselect.base.problem import ConvProblem
-from convselect.base.settings import Settings
 from convselect.base.shortage import is_out_of_memory
 from convselect.base.warnings import warn_once
 from convselect.choice.account import Account
@@ -33,12 +32,11 @@ from convselect.choice.audit import Audits
 from convselect.choice.choose import NATIVE, Choice
 from convselect.choice.outcome import OnTrial, Outcome, Prior
 from convselect.choice.trial import Trial
+from convselect.eager import first_results
 from convselect.eager.repeatable import must_repeat
 from convselect.kernels import _library
 from convselect.kernels.pool import BY_NAME
 from convselect.measure.plan_cost import plan_cost_us
-from convselect.store import process
-from convselect.store.decision import Decision
 
 Run = Callable[[str], "Tensor | None"]
 """Runs the call at hand by the algorithm of this name; None if it could not, and native has to."""
@@ -46,8 +44,6 @@ Run = Callable[[str], "Tensor | None"]
 Check = Callable[[str, Tensor, int], bool]
 """Whether (algorithm, its result for the call at hand) is right at this many random places."""
 
-ERROR_BOUNDS = {"float64": 1e-11, "float32": 2e-4, "float16": 5e-3, "bfloat16": 3e-2}
-"""Relative L2 distance from native's result beyond which a candidate's is a mistake: ten times the loosest grade."""
 _wall_ns, _thread_ns = timing.SYSTEM_CLOCK
 DISTURBED, DISTURBED_US = 1.5, 500.0
 """A call on several threads was interrupted if its time is this much more than what its own thread computed."""
@@ -311,7 +307,7 @@ class LiveTrial:
         if result is not None:
             # Read when all has passed: nothing waits for it.
             error = torch.empty((), pin_memory=torch.cuda.is_available())
-            error.copy_(_distance(result, native), non_blocking=True)
+            error.copy_(first_results.distance(result, native), non_blocking=True)
             done = events.event()
             done.record()
             self._pending = (name, first, last, done, error)
@@ -331,13 +327,8 @@ class LiveTrial:
         if not math.isfinite(error):
             self._postpone(name)  # a NaN or an infinity somewhere: nothing can be said
             return False
-        if error <= ERROR_BOUNDS[self.problem.dtype]:
+        if first_results.is_near(name, error, self.problem):
             return True
-        warn_once(
-            f"wrong:{name}",
-            f"convselect: {name} is wrong on {self.problem}: its relative error is {error:.1e}. It is not used there; "
-            "please report this.",
-        )
         self.trial.drop(name)
         self._settle_if_done()
         return False
@@ -413,33 +404,6 @@ class LiveTrial:
     def leave_to_native(self, reason: str) -> None:
         """Settle on native after all."""
         self._settle(Choice(NATIVE, "verify", None, 1.0), Outcome(NATIVE, 1.0, self.trial.rounds, reason, False, {}))
-
-
-def keep(problem: ConvProblem, settings: Settings, choice: Choice, samples: int) -> None:
-    """Let later processes know what was found out."""
-    revision = BY_NAME[choice.algorithm].revision
-    process.remember(
-        Decision(
-            problem,
-            settings.budgets,
-            choice.algorithm,
-            choice.params,
-            choice.source,
-            choice.measured_gain,
-            revision,
-            samples,
-        )
-    )
-
-
-def _distance(result: Tensor, native: Tensor) -> Tensor:
-    """Relative L2 distance; 0 if both are all zeros, NaN if something is not finite."""
-    with torch.no_grad():
-        wide = torch.float64 if native.dtype == torch.float64 else torch.float32
-        result, native = result.detach().to(wide), native.detach().to(wide)
-        size = torch.linalg.vector_norm(native)
-        distance: Tensor = torch.linalg.vector_norm(result - native) / size.clamp_min(torch.finfo(wide).tiny)
-        return distance
 
 
 def _count_fork() -> None:

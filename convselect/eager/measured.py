@@ -12,7 +12,7 @@ from convselect.base.warnings import warn_once
 from convselect.choice.budgets import Shortage, refusal
 from convselect.choice.choose import NATIVE, Choice
 from convselect.choice.outcome import Measured
-from convselect.eager.live_trial import keep
+from convselect.eager.keeping import keep
 from convselect.kernels.pool import ALL
 from convselect.measure.plan_cost import plan_cost_us
 

@@ -18,7 +18,8 @@ from convselect.choice.choose import NATIVE, Choice, Prediction, Refused, choose
 from convselect.choice.learnt import Corrected, is_settled
 from convselect.choice.outcome import Measured, Outcome, Prior
 from convselect.choice.trial import MIN_GAIN
-from convselect.eager import batch, learning, live_trial, log, measured
+from convselect.eager import batch, learning, log, measured
+from convselect.eager.keeping import keep
 from convselect.eager.live_trial import LiveTrial
 from convselect.eager.trusted import trusted
 from convselect.kernels._contract import Algorithm
@@ -230,7 +231,7 @@ class _Keeper:
     def __call__(self, choice: Choice, outcome: Outcome, store_result: bool) -> None:
         log.settled(self._problem, choice, outcome)
         if store_result:
-            live_trial.keep(self._problem, self._settings, choice, outcome.rounds)
+            keep(self._problem, self._settings, choice, outcome.rounds)
         if self.trial is not None and not self._learnt and self._predicted:
             self._learnt = True
             trial = self.trial
