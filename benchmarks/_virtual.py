@@ -96,6 +96,21 @@ def preloaded() -> bool:
     return _PRELOADED in os.environ
 
 
+class Call(NamedTuple):
+    """A call of a C function of at most 8 integers and pointers, which returns 0 if all is well.
+
+    Attributes:
+        held: what has to live as long.
+    """
+
+    function: Any
+    arguments: tuple[int, ...]
+    held: object = None
+
+    def __call__(self) -> int:
+        return int(self.function(*self.arguments))
+
+
 class Recorder:
     """Writes down what threads do.
 
@@ -108,11 +123,15 @@ class Recorder:
             raise RuntimeError("OpenMP's own functions are in use: start the process with `environment`")
         self._library = ctypes.CDLL(os.environ[_PRELOADED])
         self._library.virtual_begin.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int64)
-        self._library.virtual_end.restype = ctypes.c_int64
+        self._library.virtual_end.restype = self._library.virtual_call.restype = ctypes.c_int64
+        self._library.virtual_call.argtypes = (
+            ctypes.c_int, ctypes.c_void_p, ctypes.c_int64, *(ctypes.c_void_p,) * 3,
+        )  # fmt: skip
         self._log: Any = (_Stretch * _ROOM)()
 
     def record(self, call: Callable[[], Result], threads: int) -> tuple[Result, list[Stretch]]:
-        """The call's result, and what its threads did, at most `threads` of them.
+        """The call's result, and what its threads did, at most `threads` of them. Of a `Call` nothing of Python's is
+        counted.
 
         Raises:
             ValueError: for a number of threads that is not between 1 and MOST_THREADS.
@@ -120,11 +139,19 @@ class Recorder:
         """
         if not 1 <= threads <= MOST_THREADS:
             raise ValueError(f"1 to {MOST_THREADS} threads, not {threads}")
-        self._library.virtual_begin(threads, ctypes.byref(self._log), _ROOM)
-        try:
-            result = call()
-        finally:
-            count = int(self._library.virtual_end())
+        log = ctypes.byref(self._log)
+        result: Any
+        if isinstance(call, Call):
+            values, status = (ctypes.c_int64 * 8)(*call.arguments), ctypes.c_int32()
+            address = ctypes.cast(call.function, ctypes.c_void_p)
+            count = int(self._library.virtual_call(threads, log, _ROOM, address, values, ctypes.byref(status)))
+            result = status.value
+        else:
+            self._library.virtual_begin(threads, log, _ROOM)
+            try:
+                result = call()
+            finally:
+                count = int(self._library.virtual_end())
         if count == _ROOM:
             raise RuntimeError(f"more than {_ROOM} stretches")
         return result, [Stretch(s.phase, s.team, s.rank, s.loop, s.first, s.ns) for s in self._log[:count]]

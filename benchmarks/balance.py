@@ -6,7 +6,8 @@
 
 The kernels run as they are, with as many threads as asked for, but one after another on one processor
 (`benchmarks/virtual_openmp.c`): each thread's share, and each part of a dynamic loop, is timed alone, and the schedule
-that the kernel uses gives the time that would pass. Printed is, per class of layers, direction and algorithm,
+that the kernel uses gives the time that would pass. Printed is, per class of layers, direction and algorithm, and in a
+second table of each problem's fastest algorithm,
 
     efficiency = time of all threads together / (threads * time that passes),
 
@@ -27,10 +28,9 @@ import json
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.box import SIMPLE_HEAD
@@ -95,8 +95,8 @@ def algorithms(problem: ConvProblem) -> list[CAlgorithm]:
     ]  # fmt: skip
 
 
-def kernel_call(algorithm: CAlgorithm, a: Tensor, b: Tensor, problem: ConvProblem) -> Callable[[], Tensor]:
-    """A function that calls the C kernel on these operands, and nothing else; its result is one tensor every time."""
+def kernel_call(algorithm: CAlgorithm, a: Tensor, b: Tensor, problem: ConvProblem) -> tuple[_virtual.Call, Tensor]:
+    """A call of the C kernel on these operands, and the tensor that it writes."""
     ints = algorithm._in_c(problem)
     assert ints is not None
     name = algorithm.volume_kernel if problem.is_volume else algorithm.kernel
@@ -108,26 +108,23 @@ def kernel_call(algorithm: CAlgorithm, a: Tensor, b: Tensor, problem: ConvProble
     b, b_layout = _library.dense(b, preferred if weights else CONTIGUOUS)
     plan = _library._prepared(name, len(ints), problem, a_layout, b_layout, problem.threads, _library.isa(), ())
     out = torch.empty(plan.result_shape, dtype=plan.dtype, memory_format=plan.out_format)
-    arguments = (plan.conv, *ints, a.data_ptr(), b.data_ptr(), out.data_ptr(), None)
-
-    def call(_alive: Any = (a, b)) -> Tensor:
-        status = plan.function(*arguments)
-        if status != _library.OK:
-            raise RuntimeError(f"{algorithm.name} returned {status} on {problem}")
-        return out
-
-    return call
+    struct = ctypes.addressof(plan.conv._obj)
+    arguments = (struct, *ints, a.data_ptr(), b.data_ptr(), out.data_ptr(), 0)
+    return _virtual.Call(plan.function, arguments, (a, b, plan)), out
 
 
-def divided(recorder: _virtual.Recorder, call: Callable[[], Tensor], threads: int) -> _virtual.Division:
+def divided(recorder: _virtual.Recorder, call: _virtual.Call, out: Tensor, threads: int) -> _virtual.Division:
     """The division of a call, after one that takes the memory: each stretch as long as in its quickest run.
 
     Raises:
         AssertionError: if the result is not, bit by bit, that of one thread with the same division.
     """
-    want = call().clone()
-    result, first = recorder.record(call, threads)
-    assert torch.equal(result, want), "the result depends on the threads"
+    assert call() == _library.OK
+    want = out.clone()
+    out.fill_(float("nan"))
+    status, first = recorder.record(call, threads)
+    assert status == _library.OK
+    assert torch.equal(out, want), "the result depends on the threads"
     work_us = sum(s.ns for s in first) / 1e3
     count = min(max(int(_RUNS_US / max(work_us, 1.0)), _RUNS[0]), _RUNS[1])
     runs = [recorder.record(call, threads)[1] for _ in range(count)]
@@ -142,10 +139,11 @@ def one_thread(
     a, b = operands(p)
     found = []
     for algorithm in algorithms(p):
-        call = kernel_call(algorithm, a, b, p)
-        finding = _spot_check.check(algorithm, call(), a, b, p, places=8, seed=0)
+        call, out = kernel_call(algorithm, a, b, p)
+        one_us = divided(recorder, call, out, 1).work_ns / 1e3
+        finding = _spot_check.check(algorithm, out, a, b, p, places=8, seed=0)
         assert finding is None or finding.right, f"{algorithm.name} is wrong on {p}: {finding}"
-        found.append((algorithm, (a, b), divided(recorder, call, 1).work_ns / 1e3))
+        found.append((algorithm, (a, b), one_us))
     most = min((us for *_, us in found), default=0.0) * (float("inf") if everything else WITHIN)
     return [one for one in found if _LEAST_US <= one[2] <= most]
 
@@ -157,7 +155,7 @@ def rows(
     for algorithm, (a, b), one_us in one_thread(recorder, problem, everything):
         row = Row(kind, str(problem), str(problem.direction), problem.N, algorithm.name, one_us)
         for count in threads:
-            found = divided(recorder, kernel_call(algorithm, a, b, problem._replace(threads=count)), count)
+            found = divided(recorder, *kernel_call(algorithm, a, b, problem._replace(threads=count)), count)
             row.efficiency[count] = found.work_ns / count / found.span_ns
             row.speed_up[count] = one_us * 1e3 / found.span_ns
             row.serial[count] = found.serial_ns / found.span_ns
@@ -210,6 +208,29 @@ def table(found: Sequence[Row], threads: Sequence[int]) -> Table:
     return grid
 
 
+def fastest(found: Iterable[Row]) -> list[Row]:
+    """Of each problem and direction the algorithm that takes least time on one thread."""
+    best: dict[tuple[str, str, str], Row] = {}
+    for row in found:
+        key = (row.kind, row.problem, row.direction)
+        if key not in best or row.one_us < best[key].one_us:
+            best[key] = row
+    return list(best.values())
+
+
+def summary(found: Sequence[Row], threads: Sequence[int]) -> Table:
+    """Of the fastest algorithms, both batches together."""
+    grid = Table("kind", "direction", "problems", *(f"{count} threads" for count in threads), box=SIMPLE_HEAD)
+    groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    for row in fastest(found):
+        groups[row.kind, row.direction].append(row)
+    for (kind, direction), some in groups.items():
+        values = [[row.efficiency[count] for row in some] for count in threads]
+        cells = [f"{geometric_mean(each):.2f}, {min(each):.2f}" for each in values]
+        grid.add_row(kind, direction, str(len(some)), *cells)
+    return grid
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--classes", nargs="*", choices=KINDS, default=KINDS, metavar="KIND", help=", ".join(KINDS))
@@ -223,6 +244,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not _virtual.preloaded():
         with tempfile.TemporaryDirectory() as folder:
             sys.exit(_virtual.run_again(folder))
+    if not _library.available():
+        sys.exit("benchmarks.balance: there are no C kernels here")
     torch.set_num_threads(1)
     console, recorder = Console(), _virtual.Recorder()
     print_environment(console, run_environment())
@@ -237,6 +260,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 found += rows(recorder, kind, problem, asked.threads, asked.all)
     found.sort(key=lambda row: (KINDS.index(row.kind), row.direction, row.batch, row.algorithm))
     console.print(table(found, asked.threads))
+    console.print(summary(found, asked.threads))
     if asked.out is not None:
         document = {"environment": run_environment(), "rows": [asdict(row) for row in found]}
         asked.out.write_text(json.dumps(document, indent=1))

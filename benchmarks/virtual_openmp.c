@@ -223,3 +223,12 @@ int64_t virtual_end(void) {
     run.threads = 0;
     return run.logged;
 }
+
+/* Both around a call of a function of up to 8 integers and pointers, so that nothing of the caller's is counted. */
+int64_t virtual_call(int threads, stretch *log, int64_t room, void *function, const int64_t *a, int32_t *status) {
+    int32_t (*call)(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t) =
+        (int32_t(*)(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t))function;
+    virtual_begin(threads, log, room);
+    *status = call(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7]);
+    return virtual_end();
+}

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import _virtual
 from benchmarks._virtual import Stretch, division, least
-from benchmarks.balance import KINDS, problems
+from benchmarks.balance import KINDS, Row, fastest, problems, summary, table
 
 gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs GCC, whose OpenMP it stands in for")
 
@@ -98,6 +98,16 @@ def test_every_kind_has_problems():
     found = problems(KINDS, None, 1)
     assert {kind for kind, _ in found} == set(KINDS)
     assert {p.N for _, p in found} >= {1, 8}
+
+
+def test_the_fastest_of_each_problem_is_summed_up():
+    rows = [
+        Row("3x3", problem, "forward", 1, name, us, {4: share}, {4: 2.0})
+        for problem, name, us, share in [("a", "quick", 5.0, 0.5), ("a", "slow", 6.0, 0.9), ("b", "slow", 7.0, 0.8)]
+    ]
+    assert [row.algorithm for row in fastest(rows)] == ["quick", "slow"]
+    assert list(summary(rows, [4]).columns[3].cells) == ["0.63, 0.50"]
+    assert list(table(rows, [4]).columns[5].cells) == ["0.50, 0.50", "0.85, 0.80"]
 
 
 def test_own_openmp_is_no_virtual_one():
