@@ -40,6 +40,7 @@ from convselect.kernels.reference import Reference
 CSRC = Path(_library.__file__).parent / "csrc"
 DTYPES = ("float32", "bfloat16", "float16")
 LAYOUTS = (CONTIGUOUS, CHANNELS_LAST)
+THREADS = (1, 2, 3, 16, 40)  # how work is divided depends on them, however many there are
 # What the kernels' parameters are, by the macro that kernels.h names them with: the integers ahead of the operands.
 TILES = {
     "CS_OPERANDS": [()],
@@ -492,40 +493,41 @@ def run_blocks(spec: dict[str, Any]) -> dict[str, Any]:
     return {"ran": ran, "wrong": wrong}
 
 
-def main(spec: dict[str, Any]) -> None:
-    torch.set_num_threads(1)
+def outcome(spec: dict[str, Any]) -> dict[str, Any]:
+    """What ran, and what was wrong."""
     if spec.get("spots"):
         from _guarded_spots import run_spots
 
-        print(json.dumps(run_spots(spec)))
-        return
+        return run_spots(spec)
     if spec.get("volumes"):
         from _guarded_volumes import run_volumes
 
-        print(json.dumps(run_volumes(spec)))
-        return
+        return run_volumes(spec)
     if spec.get("steps"):
         from _guarded_steps import run_steps
 
-        print(json.dumps(run_steps(spec)))
-        return
+        return run_steps(spec)
     if spec.get("blocks"):
-        print(json.dumps(run_blocks(spec)))
-        return
+        return run_blocks(spec)
     programs = random.Random(spec["seed"]) if spec.get("programs") else None
     runner = Runner(spec["kernels"], spec["sides"], spec["progress"], programs)
     pairs = list(itertools.product(LAYOUTS, LAYOUTS))
     for i, problem in enumerate(random_problems(spec["seed"], spec["random"])):
-        runner.run(problem, [pairs[i % 4]], 1 + i % 3)
+        runner.run(problem, [pairs[i % 4]], THREADS[i % 5])
     for i, problem in enumerate(pointwise_problems(spec["seed"], spec.get("pointwise", 0))):
-        runner.run(problem, [(CHANNELS_LAST, CONTIGUOUS)], 1 + i % 3)
+        runner.run(problem, [(CHANNELS_LAST, CONTIGUOUS)], THREADS[i % 5])
     for i, problem in enumerate(patch_problems(spec["seed"], spec.get("patches", 0))):
-        runner.run(problem, [pairs[i % 4]], 1 + i % 3)
+        runner.run(problem, [pairs[i % 4]], THREADS[i % 5])
     if spec["listed"]:
         for i, problem in enumerate(listed_problems()):
             runner.run(problem, pairs if spec["listed"] == "all layouts" else [pairs[i % 4]], 1 + i % 2)
     ran = {**runner.ran, "tuned": runner.tuned} if programs else runner.ran
-    print(json.dumps({"ran": ran, "wrong": runner.wrong}))
+    return {"ran": ran, "wrong": runner.wrong}
+
+
+def main(specs: list[dict[str, Any]]) -> None:
+    torch.set_num_threads(1)
+    print(json.dumps([outcome(spec) for spec in specs]))
 
 
 def run(environment: dict[str, str] | None = None, **spec: Any) -> dict[str, int]:
@@ -543,22 +545,28 @@ def run(environment: dict[str, str] | None = None, **spec: Any) -> dict[str, int
     Raises:
         AssertionError: the process died, by a signal or by a sanitizer's report, or a result is wrong.
     """
+    return run_all({"": spec}, environment)[""]
+
+
+def run_all(specs: dict[str, dict[str, Any]], environment: dict[str, str] | None = None) -> dict[str, dict[str, int]]:
+    """Several such runs, by name, in one process, which takes seconds to start."""
     with tempfile.NamedTemporaryFile() as progress:
         child = subprocess.run(
-            [sys.executable, __file__, json.dumps({**spec, "progress": progress.name})],
+            [sys.executable, __file__, json.dumps([{**spec, "progress": progress.name} for spec in specs.values()])],
             # Threads sleep while they wait: the machine may have fewer cores than a case has threads.
             env={**os.environ, "OMP_WAIT_POLICY": "passive", **(environment or {})},
             capture_output=True,
             text=True,
-            timeout=600,
+            timeout=800,
         )
         case = Path(progress.name).read_text().strip()
     if child.returncode != 0:
         how = signal.Signals(-child.returncode).name if child.returncode < 0 else f"exit status {child.returncode}"
         raise AssertionError(f"{how} at: {case}\n{child.stderr[-6000:]}")
-    result = json.loads(child.stdout.splitlines()[-1])
-    assert not result["wrong"], "\n".join([f"{len(result['wrong'])} wrong results", *result["wrong"][:20]])
-    return result["ran"]
+    results = json.loads(child.stdout.splitlines()[-1])
+    wrong = [one for result in results for one in result["wrong"]]
+    assert not wrong, "\n".join([f"{len(wrong)} wrong results", *wrong[:20]])
+    return {name: result["ran"] for name, result in zip(specs, results, strict=True)}
 
 
 if __name__ == "__main__":

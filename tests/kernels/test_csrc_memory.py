@@ -76,64 +76,38 @@ def test_no_byte_beside_an_operand_or_result_is_touched(current):
     assert_ran(ran, ENTRIES.keys() - {STRASSEN})
 
 
-@pytest.mark.sanitizer
-def test_no_byte_beside_a_products_operands_is_touched(current):
-    environment = {"CONVSELECT_LIBRARY": str(current)}
-    ran = _guarded.run(environment, kernels=PRODUCTS, sides=[True, False], random=0, seed=6, listed="", pointwise=150)
-    assert_ran(ran, PRODUCTS)
-    assert max(ran.values()) == 600
-    assert min(ran.values()) > 40
-
-
-@pytest.mark.sanitizer
-def test_no_byte_beside_the_operands_of_patches_is_touched(current):
-    environment = {"CONVSELECT_LIBRARY": str(current)}
-    kernels = ["cs_patches"]
-    ran = _guarded.run(environment, kernels=kernels, sides=[True, False], random=0, seed=10, listed="", patches=150)
-    assert_ran(ran, kernels)
-    assert len(ran) == 3 * (_library.library().cs_best_isa() + 1)
-    assert min(ran.values()) > 50
-
-
-def assert_volumes_ran(ran: dict[str, int]) -> None:
-    kernels, directions, dtypes = len(_guarded.volume_kernels()), 3, 3
-    assert len(ran) == kernels * directions * dtypes * (_library.library().cs_best_isa() + 1)
-
-
-@pytest.mark.sanitizer
-def test_no_byte_beside_a_volumes_operands_is_touched(current):
-    environment = {"CONVSELECT_LIBRARY": str(current)}
-    assert_volumes_ran(_guarded.run(environment, volumes=True, sides=[True, False], random=100, seed=5))
-
-
-def assert_blocks_ran(ran: dict[str, int]) -> None:
-    assert len(ran) == 2 * (_library.library().cs_best_isa() + 1)
-    assert min(ran.values()) > 20
-
-
-@pytest.mark.sanitizer
-def test_no_byte_beside_a_blocks_operands_is_touched(current):
-    environment = {"CONVSELECT_LIBRARY": str(current)}
-    assert_blocks_ran(_guarded.run(environment, blocks=True, sides=[True, False], random=80, seed=4))
-
-
-def assert_steps_ran(ran: dict[str, int]) -> None:
-    assert len(ran) == 13 * (_library.library().cs_best_isa() + 1)
-    assert min(ran.values()) > 10
-
-
-@pytest.mark.sanitizer
-def test_no_byte_beside_a_steps_operands_is_touched(current):
-    environment = {"CONVSELECT_LIBRARY": str(current)}
-    assert_steps_ran(_guarded.run(environment, steps=True, sides=[True, False], random=132, seed=8))
-
-
+# Runs that take little longer than their process takes to start.
+OTHERS = {
+    "products": dict(kernels=PRODUCTS, random=0, seed=6, listed="", pointwise=150),
+    "patches": dict(kernels=["cs_patches"], random=0, seed=10, listed="", patches=150),
+    "volumes": dict(volumes=True, random=100, seed=5),
+    "blocks": dict(blocks=True, random=80, seed=4),
+    "steps": dict(steps=True, random=132, seed=8),
+    "spots": dict(spots=True, random=100, seed=6),
+}
 SPOTS = 2 * 3 * 4 * 2  # layouts, directions, dtypes, right and wrong
 
 
-def test_a_spot_check_reads_nothing_beside_its_operands(current):
-    ran = _guarded.run({"CONVSELECT_LIBRARY": str(current)}, spots=True, sides=[True, False], random=100, seed=6)
-    assert len(ran) == SPOTS
+def assert_others_ran(ran: dict[str, dict[str, int]]) -> None:
+    levels = _library.library().cs_best_isa() + 1
+    assert_ran(ran["products"], PRODUCTS)
+    assert_ran(ran["patches"], ["cs_patches"])
+    assert len(ran["patches"]) == 3 * levels
+    assert len(ran["volumes"]) == len(_guarded.volume_kernels()) * 3 * 3 * levels  # directions, dtypes
+    assert len(ran["blocks"]) == 2 * levels
+    assert len(ran["steps"]) == 13 * levels
+    assert len(ran["spots"]) == SPOTS
+
+
+@pytest.mark.sanitizer
+def test_no_byte_beside_the_operands_of_the_others_is_touched(current):
+    """Products, patches, volumes, blocks, steps; a spot check reads nothing beside its operands."""
+    specs = {name: {**spec, "sides": [True, False]} for name, spec in OTHERS.items()}
+    ran = _guarded.run_all(specs, {"CONVSELECT_LIBRARY": str(current)})
+    assert_others_ran(ran)
+    assert max(ran["products"].values()) == 600
+    least = {"products": 40, "patches": 50, "blocks": 20, "steps": 10}
+    assert {name for name, least in least.items() if min(ran[name].values()) <= least} == set()
 
 
 @pytest.fixture(scope="session")
@@ -162,19 +136,24 @@ def sanitized(tmp_path_factory) -> dict[str, str]:
 
 @pytest.mark.sanitizer
 def test_sanitizers_have_nothing_to_say(sanitized):
-    ran = _guarded.run(sanitized, kernels=list(ENTRIES), sides=[None], random=40, seed=2, listed="one layout")
     grouped = ["cs_grouped_frozen"]  # it takes few problems
-    assert_ran(ran, ENTRIES.keys() - grouped - {STRASSEN})
-    assert_ran(_guarded.run(sanitized, kernels=grouped, sides=[None], random=60, seed=7, listed=""), grouped)
-    assert_ran(
-        _guarded.run(sanitized, kernels=PRODUCTS, sides=[None], random=0, seed=3, listed="", pointwise=60), PRODUCTS
-    )
-    patches = ["cs_patches"]
-    assert_ran(_guarded.run(sanitized, kernels=patches, sides=[None], random=0, seed=3, listed="", patches=60), patches)
-    assert_blocks_ran(_guarded.run(sanitized, blocks=True, sides=[None], random=40, seed=5))
-    assert len(_guarded.run(sanitized, spots=True, sides=[None], random=60, seed=7)) == SPOTS
-    assert_steps_ran(_guarded.run(sanitized, steps=True, sides=[None], random=176, seed=9))
-    assert_volumes_ran(_guarded.run(sanitized, volumes=True, sides=[None], random=60, seed=6))
+    specs = {
+        "all": dict(kernels=list(ENTRIES), random=40, seed=2, listed="one layout"),
+        "grouped": dict(kernels=grouped, random=60, seed=7, listed=""),
+        **OTHERS,
+        "products": {**OTHERS["products"], "seed": 3, "pointwise": 60},
+        "patches": {**OTHERS["patches"], "seed": 3, "patches": 60},
+        "blocks": {**OTHERS["blocks"], "seed": 5, "random": 40},
+        "spots": {**OTHERS["spots"], "seed": 7, "random": 60},
+        "steps": {**OTHERS["steps"], "seed": 9, "random": 176},
+        "volumes": {**OTHERS["volumes"], "seed": 6, "random": 60},
+    }
+    ran = _guarded.run_all({name: {**spec, "sides": [None]} for name, spec in specs.items()}, sanitized)
+    assert_ran(ran["all"], ENTRIES.keys() - grouped - {STRASSEN})
+    assert_ran(ran["grouped"], grouped)
+    assert_others_ran(ran)
+    assert min(ran["blocks"].values()) > 20
+    assert min(ran["steps"].values()) > 10
 
 
 BUGS = {
