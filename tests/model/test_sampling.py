@@ -15,9 +15,11 @@ from torch import nn
 
 import convselect
 from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, Direction, conv_problem
+from convselect.base.volumes import image_of, volume_problem
 from convselect.measure.rows import KERNEL_CLASSES, kernel_class
 from convselect.model import sampling
 
+LISTED = Path(__file__).parents[2] / "benchmarks" / "problems_3d.csv"
 LAYERS = [
     ("anet", conv_problem(1, 64, 28, 28, 64, 1, 1)),
     ("anet", conv_problem(1, 64, 28, 28, 64, 3, 3, padding=1)),
@@ -76,6 +78,35 @@ def test_layers_are_read_from_either_kind_of_file(tmp_path: Path):
     want = conv_problem(1, 6, 9, 8, 4, 3, 2, stride=(2, 1), padding=(1, 0), dilation=(1, 2), groups=2)
     assert sampling.read_layers(tmp_path / "a.csv") == [("resnet18", want)]
     assert sampling.read_layers(tmp_path / "b.csv") == [("lib:a", want)]  # the other has no output
+
+
+def test_layers_of_volumes_are_read(tmp_path: Path):
+    """What is computed as an image is left out: a kernel along the depth, and a single slice."""
+    head = "model,N,C,D,H,W,K,T,R,S,stride_d,stride_h,stride_w,pad_d,pad_h,pad_w,dil_d,dil_h,dil_w,groups\n"
+    whole = "m,1,6,5,9,8,4,3,3,2,1,2,1,1,1,0,2,1,2,2\n"
+    images = "m,1,6,5,9,8,4,3,1,1,2,1,1,1,0,0,1,1,1,1\nm,1,6,1,9,8,4,1,3,3,1,1,1,0,1,1,1,1,1,1\n"
+    (tmp_path / "a.csv").write_text(head + whole + images)
+    want = volume_problem(1, 6, 5, 9, 8, 4, 3, 3, 2, stride=(1, 2, 1), padding=(1, 1, 0), dilation=(2, 1, 2), groups=2)
+    assert sampling.read_layers(tmp_path / "a.csv") == [("m", want)]
+
+
+def test_draws_of_volumes():
+    """Volumes stay volumes, in other depths too, with small batches."""
+    layers = sampling.read_layers(LISTED)
+    assert len(layers) > 400
+    drawn = sampling.from_lists([LISTED], 300, random=0.2, perturb=0.7, dtypes=["float32"])
+    problems = [problem for _, problem in drawn]
+    assert all(p.is_volume and image_of(p) is None and p.O >= 1 for p in problems)
+    assert len(set(problems)) == len(problems) > 290
+    assert {p.N for p in problems if p.flops < 1e7} >= {1, 2, 4}
+    assert {p.direction for p in problems} == set(Direction)
+    assert {p.layout for p in problems} == {CONTIGUOUS, CHANNELS_LAST}
+    listed = {p.D / p.H for _, p in layers}
+    assert sum(p.D / p.H not in listed for p in problems) > 100
+    assert any(name.startswith("loguniform") for name, _ in drawn)
+    assert all(p.flops <= sampling.flops_cap(p, {}) for p in problems)
+    even = volume_problem(1, 32, 8, 16, 16, 32, 3, 3, 3)
+    assert sampling.flops_cap(even._replace(C=20), {}) < sampling.flops_cap(even, {}) / 2
 
 
 def test_a_line_that_is_no_layer_is_named(tmp_path: Path):
