@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from convselect.base.timing import Clock, Deadline, Timing, assert_timer_sane, interleaved, ratio
+from convselect.base.timing import Clock, Deadline, Timing, assert_timer_sane, interleaved, once, ratio
 from convselect.machine.environment import run_environment
 
 
@@ -61,6 +61,15 @@ def test_the_first_call_is_not_timed() -> None:
         fake.now_ns += 1_000_000 if calls == 1 else 1_000
 
     assert interleaved({"f": slow_once}, 3, clock=fake.clock)["f"].samples_us == (1.0, 1.0, 1.0)
+    calls = 0
+    assert interleaved({"f": slow_once}, 3, clock=fake.clock, first=False)["f"].samples_us == (1000.0, 1.0, 1.0)
+
+
+def test_a_single_call() -> None:
+    fake = FakeClock()
+    work = fake.work(30)
+    result, taken = once(lambda: (work(), "done")[1], fake.clock)
+    assert (result, taken) == ("done", Timing((30.0,), (15.0,)))
 
 
 def test_warm_calls_precede_each_timed_one_and_are_not_timed() -> None:

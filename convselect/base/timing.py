@@ -12,10 +12,12 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+
+_Result = TypeVar("_Result")
 
 
 class Clock(NamedTuple):
@@ -132,11 +134,12 @@ def interleaved(
     seed: int = 0,
     clock: Clock = SYSTEM_CLOCK,
     warm: int = 0,
+    first: bool = True,
     deadline_s: float | None = None,
     synchronise: Callable[[], object] | None = None,
     on_round: Callable[[int], object] | None = None,
 ) -> dict[str, Timing]:
-    """Time each function once per round, in a new random order every round, after one untimed call of each.
+    """Time each function once per round, in a new random order every round, after one untimed call of each (`first`).
 
     Args:
         functions: the functions to time. Each is called without arguments; its result is dropped after the timing.
@@ -158,7 +161,7 @@ def interleaved(
     order_source = random.Random(seed)
     wall_ns, thread_ns = clock
     wait = synchronise if synchronise is not None else _nothing
-    for function in functions.values():
+    for function in functions.values() if first else ():
         function()
     wait()
     samples = {name: _Samples() for name in functions}
@@ -193,6 +196,14 @@ def interleaved(
 
 def _nothing() -> None:
     pass
+
+
+def once(function: Callable[[], _Result], clock: Clock = SYSTEM_CLOCK) -> tuple[_Result, Timing]:
+    """(the result of one call, its time)."""
+    thread_start, wall_start = clock.thread_ns(), clock.wall_ns()
+    result = function()
+    wall_end, thread_end = clock.wall_ns(), clock.thread_ns()
+    return result, Timing(((wall_end - wall_start) / 1e3,), ((thread_end - thread_start) / 1e3,))
 
 
 class Events(NamedTuple):

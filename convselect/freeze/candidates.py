@@ -6,10 +6,11 @@ it agrees.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -17,12 +18,13 @@ from torch import Tensor
 
 from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS, ConvProblem, canonical_strides
 from convselect.base.settings import Settings
-from convselect.base.timing import Timing, interleaved
+from convselect.base.timing import Timing, interleaved, once
 from convselect.choice.budgets import over_budget
 from convselect.kernels._common import format_of
 from convselect.kernels._contract import Algorithm, Grade
 
 Run = Callable[..., Tensor]
+_Result = TypeVar("_Result")
 Bind = Callable[..., Run]
 PHASES = "_phases"
 """What the names of candidates end with that compute the phases of a transposed convolution."""
@@ -49,6 +51,10 @@ _IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda y: torch.ops.aten.gelu_(y, approximate="tanh"),  # type: ignore[no-any-return]
 }
 _FAR_OFF = 1.4  # a candidate slower by more than this factor in two calls is not timed again
+LONG_US, _LONG_ROUNDS = 2_000.0, 2
+"""Times of calls that take longer than this differ little from call to call: rounds are few, and what was slower by
+more than `_FAR_OFF_AT_FIRST` when its result was checked is not timed at all."""
+_FAR_OFF_AT_FIRST, _FAR_OFF_IF_LONG = 2.0, 1.2
 
 
 class OtherForm(Exception):
@@ -165,22 +171,52 @@ def fastest(
     rounds: int,
     deadline_s: float,
     handicaps: Mapping[str, float] | None = None,
+    took_us: Mapping[str, float] | None = None,
 ) -> str:
-    """The name of the function with the least time, each multiplied by its handicap."""
+    """The name of the function with the least time, each multiplied by its handicap.
+
+    Args:
+        took_us: times of a call of each before; what has none counts as fast.
+    """
+    took_us, handicaps = took_us or {}, handicaps or {}
+    known = [took_us[name] for name in functions if name in took_us]
+    if known and min(known) > LONG_US:
+        most = _FAR_OFF_AT_FIRST * min(known)
+        functions = {name: function for name, function in functions.items() if took_us.get(name, 0.0) <= most}
+        best: Mapping[str, float] = took_us
+        for count in (1, _LONG_ROUNDS):
+            if len(functions) == 1:
+                break
+            again = timed(functions, count, deadline_s, first=False)
+            best = {name: min(timing.min_us, best.get(name, math.inf)) for name, timing in again.items()}
+            least = min(best.values())
+            functions = {
+                name: function for name, function in functions.items() if best[name] <= _FAR_OFF_IF_LONG * least
+            }
+        return min(functions, key=lambda name: best.get(name, 0.0) * handicaps.get(name, 1.0))
     first = timed(functions, 2, deadline_s)
     least = min(timing.min_us for timing in first.values())
     close = {name: function for name, function in functions.items() if first[name].min_us < _FAR_OFF * least}
     timings = timed(close, rounds, deadline_s)
-    handicaps = handicaps or {}
     return min(timings, key=lambda name: timings[name].min_us * handicaps.get(name, 1.0))
 
 
-def timed(functions: Mapping[str, Callable[[], Any]], rounds: int, deadline_s: float) -> dict[str, Timing]:
-    """Interleaved timings; with one thread its CPU time, so that other processes do not count."""
-    timings = interleaved(functions, rounds, deadline_s=deadline_s)
-    if torch.get_num_threads() > 1:
-        return timings
-    return {name: timing.on_thread_clock for name, timing in timings.items()}
+def timed(
+    functions: Mapping[str, Callable[[], Any]], rounds: int, deadline_s: float, *, first: bool = True
+) -> dict[str, Timing]:
+    """Interleaved timings; with one thread its CPU time, so that other processes do not count. `first`: as there."""
+    timings = interleaved(functions, rounds, deadline_s=deadline_s, first=first)
+    return {name: _on_its_clock(timing) for name, timing in timings.items()}
+
+
+def timed_once(function: Callable[[], _Result]) -> tuple[_Result, float]:
+    """(its result, the time of the call in us), in the clock of `timed`."""
+    result, timing = once(function)
+    return result, _on_its_clock(timing).min_us
+
+
+def _on_its_clock(timing: Timing) -> Timing:
+    return timing if torch.get_num_threads() > 1 else timing.on_thread_clock
 
 
 def finish(y: Tensor, residual: Tensor | None, activation: str | None, slope: float = 0.01) -> Tensor:
@@ -198,16 +234,23 @@ def finish(y: Tensor, residual: Tensor | None, activation: str | None, slope: fl
 
 def distance(got: Tensor, want: Tensor) -> float:
     """Relative L2 distance; infinite if either is not finite or the shapes differ."""
+    return _distance(got, want, None)
+
+
+def _distance(got: Tensor, want: Tensor, norm: float | None) -> float:
+    """The same; `norm`: of `want`, if it is known."""
     if got.shape != want.shape:
         return float("inf")
-    norm = torch.linalg.vector_norm(want.double())
-    off = torch.linalg.vector_norm(got.double() - want.double())
-    result = float(off) if float(norm) == 0.0 else float(off / norm)
+    norm = _norm(want) if norm is None else norm
+    wide = torch.promote_types(torch.promote_types(got.dtype, want.dtype), torch.float32)
+    # Values of float32 differ by less than a rounding of it from their exact difference.
+    off = _norm(got.to(wide) - want.to(wide))
+    result = off if norm == 0.0 else off / norm
     return result if result == result else float("inf")
 
 
 def _norm(t: Tensor) -> float:
-    return float(torch.linalg.vector_norm(t.double()))
+    return float(torch.linalg.vector_norm(t, dtype=torch.float64))
 
 
 def onednn_takes(dtype: str) -> bool:
@@ -235,24 +278,29 @@ def agreeing(
     residual: Tensor | None,
     reference: Tensor,
     spread: Callable[[], float] = lambda: 0.0,
+    took_us: dict[str, float] | None = None,
 ) -> dict[str, Run]:
     """Functions of the candidates that compute `reference` within tolerance; those that raise are left out.
 
     Args:
         spread: the norm that such a result has if its products are of random signs. Where they cancel, the result's own
             norm says nothing of rounding.
+        took_us: gets the time of each call.
     """
     found: dict[str, Run] = {}
+    norm = functools.cache(lambda: _norm(reference))
     for candidate in candidates:
         try:
             run = candidate.bind(None, None, None)
-            got = run(x, residual)
+            got, us = timed_once(functools.partial(run, x, residual))
         except (RuntimeError, MemoryError):  # NotImplementedError is a RuntimeError
             continue
         if got.dtype != x.dtype:
             continue
         tolerance = _TOLERANCE_16_BIT.get(x.dtype, _TOLERANCE[candidate.grade])
-        off = distance(got, reference)
-        if off <= tolerance or (math.isfinite(off) and off * _norm(reference) <= tolerance * spread()):
+        off = _distance(got, reference, norm())
+        if off <= tolerance or (math.isfinite(off) and off * norm() <= tolerance * spread()):
             found[candidate.name] = run
+            if took_us is not None:
+                took_us[candidate.name] = us
     return found

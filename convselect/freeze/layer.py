@@ -17,7 +17,17 @@ from convselect.aten.arguments import wants_direct_sums
 from convselect.base.problem import CONTIGUOUS, ConvProblem
 from convselect.base.settings import Settings, exactly
 from convselect.freeze import pages
-from convselect.freeze.candidates import ONEDNN_ACTIVATIONS, Candidate, Form, Run, admitted, agreeing, fastest, finish
+from convselect.freeze.candidates import (
+    ONEDNN_ACTIVATIONS,
+    Candidate,
+    Form,
+    Run,
+    admitted,
+    agreeing,
+    fastest,
+    finish,
+    timed_once,
+)
 from convselect.freeze.capture import Source
 from convselect.freeze.chains import Layer
 from convselect.freeze.folded import evaluated, is_finite, sources_of
@@ -32,6 +42,7 @@ _DEADLINE_S = 0.25
 # Measured alone, a call that allocates its result finds the memory of the last one in the caches; between other layers
 # only memory laid out beforehand is there.
 _NEW_MEMORY = 1.1
+_BEHIND, _LEAST_US = 1.1, 20_000.0
 
 
 class Search(NamedTuple):
@@ -43,6 +54,8 @@ class Search(NamedTuple):
         measure: False takes what was last chosen for another image size, or native.
         tick: called after each layer.
         trusted: these choices were checked before, layer by layer, for the same network: checking the whole is enough.
+        took_us: what was chosen took this time, layer by layer; empty if `trusted`.
+        other_us: the same of another layout, which is complete; None without one.
     """
 
     settings: Settings
@@ -50,6 +63,17 @@ class Search(NamedTuple):
     measure: bool
     tick: Callable[[], None]
     trusted: bool = False
+    took_us: list[float] = []  # noqa: RUF012  each plan passes its own
+    other_us: list[float] | None = None
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the other layout stays ahead even if the layers to come take half of what they take there. Networks
+        of short layers are planned soon enough, and one call says little of those."""
+        if self.other_us is None or sum(self.other_us) < _LEAST_US:
+            return False
+        to_come = sum(self.other_us[len(self.took_us) :])
+        return sum(self.took_us) + to_come / 2 > _BEHIND * sum(self.other_us)
 
 
 class FrozenLayer(ABC):
@@ -267,7 +291,7 @@ class FrozenLayer(ABC):
         Args:
             largest: Winograd's tiles may have this size.
         """
-        problem, (settings, remembered, measure, _, trusted) = self.problem(x), search
+        problem, (settings, remembered, measure, _, trusted) = self.problem(x), search[:5]
         settings = exactly(settings) if self.direct_sums else settings
         every = self.candidates(x, residual, layout, settings)
         candidates = {candidate.name: candidate for candidate in every if candidate.tile <= largest}
@@ -286,7 +310,8 @@ class FrozenLayer(ABC):
             if y is not None:
                 self.pin_chosen(candidates[known].pack)
                 return candidates[known], y
-        reference = self.reference(x, residual)
+        reference, us = timed_once(lambda: self.reference(x, residual))
+        took_us = {"native": us} if x.dtype in (torch.float32, torch.float64) else {}
         spread = functools.cache(lambda: self._spread(x))
         runs: dict[str, Run] = {"native": candidates["native"].bind(None, None, None)}
         if known in candidates and known != "native":
@@ -295,7 +320,7 @@ class FrozenLayer(ABC):
             chosen = known
         elif measure:
             tried = [candidate for name, candidate in candidates.items() if name != "native"]
-            runs |= agreeing(tried, x, residual, reference, spread)
+            runs |= agreeing(tried, x, residual, reference, spread, took_us)
             functions = {name: functools.partial(run, x, residual) for name, run in runs.items()}
             in_place = {name: function for name, function in functions.items() if candidates[name].writes_out}
             # With one row (layers behind a pooled image) a call takes as long as its weight takes to come from memory.
@@ -306,13 +331,15 @@ class FrozenLayer(ABC):
             handicaps = dict.fromkeys(functions.keys() - in_place.keys(), _NEW_MEMORY)
             chosen, *others = functions
             if others:
-                chosen = fastest(functions, _ROUNDS, _DEADLINE_S, handicaps)
+                chosen = fastest(functions, _ROUNDS, _DEADLINE_S, handicaps, took_us)
             if key is not None:
                 remembered.put(key, chosen)
         else:
             chosen = "native"
         self.pin_chosen(candidates[chosen].pack)
-        return candidates[chosen], runs[chosen](x, residual)
+        result, us = timed_once(functools.partial(runs[chosen], x, residual))
+        search.took_us.append(us)
+        return candidates[chosen], result
 
 
 def admitted_kernels(

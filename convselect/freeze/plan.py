@@ -19,8 +19,9 @@ from torch.utils import _pytree as pytree
 from convselect.base.lru import Entry
 from convselect.base.problem import CHANNELS_LAST, CONTIGUOUS
 from convselect.base.settings import Settings
+from convselect.base.timing import Timing
 from convselect.freeze.accuracy import Limits
-from convselect.freeze.candidates import Candidate, OtherForm, distance, timed
+from convselect.freeze.candidates import LONG_US, Candidate, OtherForm, distance, timed, timed_once
 from convselect.freeze.chains import Step
 from convselect.freeze.layer import FrozenLayer, Search
 from convselect.freeze.passes import maker_of
@@ -32,6 +33,7 @@ from convselect.freeze.views import views_of
 
 _AS_IT_WAS = "eager"
 _ROUNDS = 9
+_CLEARLY = 1.5  # the model itself is timed once if it is slower by this factor
 _DEADLINE_S = 2.0
 # Relative L2 distance between the frozen output and the model's own, a safety net behind the checks of each step.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
@@ -130,11 +132,12 @@ def make_plan(
     limits_key = None if key is None else key._replace(kind="tiles", form=f"{key.form} {program.weights_digest}")
     limits = Limits(program, tensors, expected, settings, remembered, limits_key)
     plans: dict[str, Plan] = {}
+    other_us: list[float] | None = None
     tried = (known,) if known in layouts else layouts
     with bar(len(tried) * len(program.layers), "freezing") as tick:
         for layout in tried:
             pinned = [plan.packs for plan in (*in_use, *plans.values())]
-            search = Search(settings, remembered, measure, tick)
+            search = Search(settings, remembered, measure, tick, took_us=[], other_us=other_us)
             plan = None
             if layout == known and limits.known:
                 trusting = search._replace(trusted=True)
@@ -145,12 +148,15 @@ def make_plan(
                 plans[layout] = plan
                 if not measure or layout == known:
                     return plan
+                # In two dimensions blocks of layers, which run as one call in NHWC, may still catch up.
+                if any(layer.layer.kind.endswith("volume") for layer in program.layers.values()):
+                    other_us = search.took_us
     if not plans:
         return Plan()
     functions: dict[str, Callable[[], Any]] = {_AS_IT_WAS: eager}
     for layout, plan in plans.items():
         functions[layout] = lambda plan=plan: plan.run(tensors, eager)  # type: ignore[misc]
-    timings = timed(functions, _ROUNDS, _DEADLINE_S)
+    timings = _compared(functions)
     best = min(timings, key=lambda name: timings[name].p20_us)
     if key is not None:
         remembered.put(key, best)
@@ -158,6 +164,18 @@ def make_plan(
     program.registry.pin_packs([plan.packs for plan in (*in_use, chosen)])
     chosen.eager_us, chosen.frozen_us = timings[_AS_IT_WAS].median_us, timings[best].median_us
     return chosen
+
+
+def _compared(functions: dict[str, Callable[[], Any]]) -> dict[str, Timing]:
+    """Times of the model itself and of the plans."""
+    eager = functions[_AS_IT_WAS]
+    _, eager_us = timed_once(eager)  # not its first call, which the capture was
+    if eager_us > LONG_US:
+        plans = {name: function for name, function in functions.items() if name != _AS_IT_WAS}
+        timings = timed(plans, _ROUNDS, _DEADLINE_S / 2)
+        if eager_us > _CLEARLY * min(timing.median_us for timing in timings.values()):
+            return {_AS_IT_WAS: Timing((eager_us,)), **timings}
+    return timed(functions, _ROUNDS, _DEADLINE_S)
 
 
 def _network_key(program: Program, tensors: tuple[Tensor, ...], settings: Settings) -> Key | None:
@@ -234,9 +252,11 @@ def _unused(name: str, names: Collection[str]) -> str:
 def _choose_each(
     program: Program, tensors: tuple[Tensor, ...], search: Search, layout: str, limits: Limits
 ) -> Walk | None:
-    """Run the steps one by one and let each layer choose; None if a layer's operands are of a kind it does not take."""
+    """Run the steps one by one and let each layer choose; None if a layer's operands are of a kind it does not take, or
+    the other layout is ahead."""
     values: dict[fx.Node, Any] = dict(zip(program.captured.inputs, tensors, strict=True))
     walk = Walk()
+    search.took_us.clear()
     for node, value in values.items():
         walk.note(node, value)
     for i, step in enumerate(program.steps):
@@ -259,6 +279,8 @@ def _choose_each(
             problem = layer.problem(x)
             walk.problems[step] = None if problem is None else problem._replace(layout=layout)
             walk.candidates[step], y = layer.choose(x, residual, layout, search, limits.of(step))
+            if search.is_behind:
+                return None
             value = views.of_result(y)
             search.tick()
         values[step.out] = value

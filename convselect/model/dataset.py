@@ -25,7 +25,8 @@ def family_of(model: str) -> str:
 
 
 def read_measurements(paths: Sequence[str | Path], max_drift: float | None = None) -> tuple[list[Row], dict[str, Any]]:
-    """(rows, the machine that measured them: family, host_flags, device, torch) of stores and of our CSV files.
+    """(rows, the machine that measured them: family, host_flags, device, torch) of stores and of our CSV files. Of
+    files that hold both images and volumes, the images': a model has features of one or the other.
 
     Args:
         max_drift: leave out blocks of a store across which the sentinel moved by more than this ratio.
@@ -40,14 +41,14 @@ def read_measurements(paths: Sequence[str | Path], max_drift: float | None = Non
         for machine, found in read_times(path, max_drift):
             if not machine:
                 raise FileNotFoundError(f"{path} does not say where it was measured: there is no {path}.env.json")
-            rows += [row for row in found if not row.problem.is_volume]  # which no model knows
+            rows += found
             machines.append((str(path), machine))
     for name, machine in machines:
         if machine != machines[0][1]:
             raise ValueError(f"{name} was measured on {machine}, {machines[0][0]} on {machines[0][1]}")
     if not rows:
         raise ValueError(f"{', '.join(map(str, paths))} hold no measurements")
-    return rows, machines[0][1]
+    return [row for row in rows if not row.problem.is_volume] or rows, machines[0][1]
 
 
 # ---- tables -----------------------------------------------------------------------------------------------------

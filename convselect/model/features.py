@@ -44,6 +44,18 @@ FEATURE_NAMES: tuple[str, ...] = (
     *("threads", "deterministic", "tf32", "frozen"),
 )
 
+VOLUME_FEATURE_NAMES: tuple[str, ...] = (
+    *FEATURE_NAMES,
+    # log2 of what the depth adds: sizes, step, dilation, 1 + both sides' padding; of the weight's taps per channel
+    *("D", "T", "O", "stride_d", "dil_d", "pad_d", "taps"),
+    # log2 of computed over useful results when rows and columns of each phase of a dilated kernel are cut into tiles
+    *("waste_phases_2", "waste_phases_4", "waste_phases_6"),
+    # log2 of computed over useful channels in vectors of 16 in and out, and of results in a row
+    *("waste_C/G_16", "waste_K/G_16", "waste_Q_16"),
+    *("is_thin", "is_dilated", "is_strided", "is_3x3x3"),
+)
+"""The features of an image, of which those of work, traffic and the matrix product count the depth, and more."""
+
 THIN_CHANNELS = 4
 """Per group; with fewer inputs or outputs most of a vector is empty."""
 
@@ -124,13 +136,70 @@ def features(problem: ConvProblem) -> npt.NDArray[np.float32]:
     return np.frombuffer(array("f", values), dtype=np.float32)
 
 
+_OF_DEPTH: dict[str, object] = {"D": 1, "T": 1, "stride_d": 1, "pad_front": 0, "pad_back": 0, "dil_d": 1}
+
+
+def volume_features(problem: ConvProblem) -> npt.NDArray[np.float32]:
+    """The feature vector of a volume, shape (len(VOLUME_FEATURE_NAMES),), float32, fresh and writable.
+
+    Raises:
+        ValueError: if a size is not positive.
+    """
+    p = problem
+    slices, T = p.O, p.T
+    if min(p.D, T, slices) < 1:
+        raise ValueError(f"nothing to predict: a size is not positive in {problem}")
+    x = np.empty(len(VOLUME_FEATURE_NAMES), np.float32)
+    x[: len(FEATURE_NAMES)] = features(p._replace(**_OF_DEPTH))  # type: ignore[arg-type]
+    log_T, log_O = log2(T), log2(slices)
+    flops, traffic = float(x[_AT["flops"]]) + log_T + log_O, log2(p.bytes)
+    x[_AT["flops"]], x[_AT["bytes"]], x[_AT["intensity"]] = flops, traffic, flops - traffic
+    taps, spatial = ("gemm_m", "gemm_n") if p.direction == _BACKWARD_DATA else ("gemm_k", "gemm_n")
+    if p.direction == Direction.BACKWARD_WEIGHT:
+        taps, spatial = "gemm_n", "gemm_k"
+    x[_AT[taps]] += log_T
+    x[_AT[spatial]] += log_O
+    x[_AT["is_pointwise"]], x[_AT["is_patch"]] = p.is_pointwise, p.is_patch
+    rows, columns = (p.H, p.W) if p.direction == _BACKWARD_DATA else (p.P, p.Q)
+    area = rows * columns
+    tiles = [_in_tiles(rows, m, p.dil_h) * _in_tiles(columns, m, p.dil_w) / area for m in (2, 4, 6)]
+    c, k = p.C // p.groups, p.K // p.groups
+    dilated = (p.dil_d > 1 and T > 1) or (p.dil_h > 1 and p.R > 1) or (p.dil_w > 1 and p.S > 1)
+    x[len(FEATURE_NAMES) :] = (
+        log2(p.D), log_T, log_O, log2(p.stride_d), log2(p.dil_d), log2(1 + p.pad_front + p.pad_back),
+        log2(T * p.R * p.S),
+        *map(log2, tiles),
+        log2(-(-c // 16) * 16 / c), log2(-(-k // 16) * 16 / k), log2(-(-columns // 16) * 16 / columns),
+        min(c, k) <= THIN_CHANNELS, dilated, max(p.stride_d, p.stride_h, p.stride_w) > 1, T == p.R == p.S == 3,
+    )  # fmt: skip
+    return x
+
+
+_AT = {name: i for i, name in enumerate(FEATURE_NAMES)}
+
+
+def _in_tiles(size: int, m: int, dilation: int) -> int:
+    """Results of whole tiles of m on the phases of a dilated kernel, of which there are `size`."""
+    return -(-size // (m * dilation)) * m * dilation
+
+
+def features_of(problem: ConvProblem) -> npt.NDArray[np.float32]:
+    """The vector of an image's or of a volume's features."""
+    return volume_features(problem) if problem.is_volume else features(problem)
+
+
+def names_of(problem: ConvProblem) -> tuple[str, ...]:
+    """The names of `features_of`."""
+    return VOLUME_FEATURE_NAMES if problem.is_volume else FEATURE_NAMES
+
+
 def kinds(problem: ConvProblem) -> tuple[str, ...]:
     """The kinds of problems, such as "forward dilated", that not every algorithm takes: a text for each that this
     problem belongs to (dilated, strided, thin, one-row), or "forward plain". What was measured of an algorithm on one
     kind says nothing about others (`inference.Card.has_times`); artifacts name them, so they are never renamed."""
     p = problem
-    dilated = (p.dil_h > 1 and p.R > 1) or (p.dil_w > 1 and p.S > 1)
-    strided = p.stride_h > 1 or p.stride_w > 1
+    dilated = (p.dil_h > 1 and p.R > 1) or (p.dil_w > 1 and p.S > 1) or (p.dil_d > 1 and p.T > 1)
+    strided = p.stride_h > 1 or p.stride_w > 1 or p.stride_d > 1
     thin = min(p.C, p.K) < THIN_CHANNELS * p.groups and not p.is_depthwise
     return _kinds(p.direction, dilated, strided, thin, (p.R == 1) != (p.S == 1))
 

@@ -30,11 +30,15 @@ from convselect.measure import plan_cost
 from convselect.model import _archive
 from convselect.model._archive import Array
 from convselect.model._archive import ArtifactError as ArtifactError  # other files import it from here
-from convselect.model.features import FEATURE_NAMES, FEATURES_VERSION, features, kinds, margins_for
+from convselect.model.features import (
+    FEATURE_NAMES, FEATURES_VERSION, VOLUME_FEATURE_NAMES, features_of, kinds, margins_for,
+)  # fmt: skip
 
 FORMAT_VERSION = 1
 WHAT = "model file"
 NATIVE = "native"
+OF_VOLUMES = "volumes-"
+"""What the families of artifacts begin with that know volumes, and no images."""
 ARTIFACTS = Path(__file__).parent / "artifacts"
 
 LOG_GAIN_PER_UNSEEN_DOUBLING = math.log(1.5)
@@ -145,7 +149,7 @@ class Card:
             card = msgspec.convert(values, cls)
         except ValueError as error:
             raise ArtifactError(f"the model file's card is damaged: {error}") from None
-        if card.features_version != FEATURES_VERSION or card.feature_names != FEATURE_NAMES:
+        if card.features_version != FEATURES_VERSION or card.feature_names not in (FEATURE_NAMES, VOLUME_FEATURE_NAMES):
             raise ArtifactError(
                 f"the model file was trained on features of version {card.features_version}, this is version "
                 f"{FEATURES_VERSION}; retrain it with `convselect train`"
@@ -257,7 +261,10 @@ class Predictor:
             )
         )
         self._threads = max(card.threads)
+        self._host_flags = host_flags
         self._identity: str | None = None
+        self._volumes: Predictor | None = None
+        self._looked_for_volumes = False
         self._with_times: dict[tuple[str, ...], tuple[int, ...]] = {}
         self._local = threading.local()
 
@@ -309,11 +316,11 @@ class Predictor:
         """The predicted ranking, without algorithms that had no times of such problems (`Card.has_times`); None for
         problems that were not measured for this artifact at all (device kind, element type, 16-bit support of the
         processor, TF32) and for problems with nothing to compute. Any thread count is accepted. In float64 gains are
-        derived from those in float32: `_in_float64`; for volumes there are rules: `_of_volume`."""
+        derived from those in float32: `_in_float64`; volumes have a model of their own, or rules: `_of_volume`."""
         card = self.card
-        if problem.is_volume:
-            return self._of_volume(problem) if card.family.startswith("cpu-x86") else None
-        if problem.dtype == "float64" and problem.device == card.device == "cpu":
+        if problem.is_volume != self._knows_volumes:
+            return self._of_volume(problem) if problem.is_volume and card.family.startswith("cpu-x86") else None
+        if problem.dtype == "float64" and problem.device == card.device == "cpu" and not problem.is_volume:
             return self._in_float64(problem)
         if problem.device != card.device or problem.dtype not in self._covered or (problem.tf32 and not card.tf32):
             return None
@@ -349,9 +356,9 @@ class Predictor:
         nothing to compute."""
         program = self._thread_program()
         x, steps, result = program
-        if isinstance(steps, list) or problem.is_oversized:
+        if isinstance(steps, list) or problem.is_oversized or self._knows_volumes:
             try:
-                x = features(problem)
+                x = features_of(problem)
             except ValueError:
                 return None
             ln_native_us = float(np.dot(x, line[:-1])) + line[-1] if line else 0.0  # before the network overwrites x
@@ -360,9 +367,29 @@ class Predictor:
             return None
         return result.tolist(), float(np.dot(x, line[:-1])) + line[-1] if line else 0.0
 
+    @property
+    def _knows_volumes(self) -> bool:
+        return len(self.card.feature_names) == len(VOLUME_FEATURE_NAMES)
+
+    @property
+    def of_volumes(self) -> Predictor | None:
+        """The model for volumes that is shipped for the same family, loaded when it is first asked for; None if there
+        is none, or it cannot be read."""
+        if not self._looked_for_volumes:
+            self._looked_for_volumes, path = True, artifact_path(OF_VOLUMES + self.card.family)
+            try:
+                self._volumes = Predictor.load(path, self._host_flags) if path.exists() else None
+            except ArtifactError as error:
+                warn_once("artifact of volumes", f"convselect: {error}; for volumes there are rules only.")
+        return self._volumes
+
     def _of_volume(self, problem: ConvProblem) -> Prediction | None:
         from convselect.model import volumes  # one file less for whoever has none
 
+        if volumes.is_measured(problem) and self.of_volumes is not None:
+            said = self.of_volumes.predict(problem)
+            if said is not None:
+                return said
         expected = volumes.gains(problem)
         if expected is None:
             return None

@@ -13,7 +13,7 @@ from convselect.base import timing
 from convselect.machine.environment import run_environment
 from convselect.model import evaluate as ev
 from convselect.model.dataset import Table, read_measurements
-from convselect.model.features import features
+from convselect.model.features import features_of, names_of
 from convselect.model.inference import Predictor
 from convselect.model.selectors import named, r_squared
 from convselect.model.train import Recipe, design, fit, is_foreign, learner, log_gains, read_measured
@@ -106,7 +106,7 @@ def _trained(
 def artifact_gains(predictor: Predictor, table: Table) -> ev.Floats:
     """Predicted gains (n, c) in the table's order of algorithms; unknown algorithms are never the best."""
     card = predictor.card
-    logits = np.stack([predictor.logits(features(p)) for p in table.problems]).astype(np.float64) / card.alpha
+    logits = np.stack([predictor.logits(features_of(p)) for p in table.problems]).astype(np.float64) / card.alpha
     gains = np.full(table.times_us.shape, -np.inf)
     for column, name in enumerate(table.names):
         if name in card.algorithm_names:
@@ -130,7 +130,7 @@ def _as_it_is(table: Table, gains: ev.Floats, predictor: Predictor) -> dict[str,
         "overall": ev.judge(choice, times, native),
         **{f"best_of_{k}": ev.judge(ev.best_of(gains, times, k), times, native) for k in (2, 3)},
         "reliability": ev.reliability(ev.confidence(gains, times, sharpness), right),
-        "choice_us": _median_us([lambda p=p: predictor.logits(features(p)) for p in table.problems[:200]]),
+        "choice_us": _median_us([lambda p=p: predictor.logits(features_of(p)) for p in table.problems[:200]]),
     }
     for title, labels in ev.by_group(table).items():
         groups = {name: np.array([label == name for label in labels]) for name in sorted(set(labels))}
@@ -167,9 +167,10 @@ def reformer_us(table: Table, recipe: Recipe) -> float:
 
     part = table.part(np.arange(min(300, len(table.problems))))
     model = fit(design(part.problems), part.times_us, replace(recipe, steps=2, norm="batch"))
-    card = Card("timing", table.names, recipe.alpha, 0.0, ("float32",), device="none")
+    names = names_of(table.problems[0])
+    card = Card("timing", table.names, recipe.alpha, 0.0, ("float32",), device="none", feature_names=names)
     predictor = Predictor(card, reformer.fold(model))
-    return _median_us([lambda p=p: predictor.logits(features(p)) for p in table.problems[:200]])
+    return _median_us([lambda p=p: predictor.logits(features_of(p)) for p in table.problems[:200]])
 
 
 def _median_us(calls: Sequence[Any]) -> float:

@@ -67,9 +67,10 @@ def identity(problem: ConvProblem) -> str:
     float64 and for volumes: what trials teach of gains that are derived must not correct those that were trained."""
     predictor = get_for(problem)
     of = "" if predictor is None else str(getattr(predictor, "identity", ""))
-    if of and (problem.dtype == "float64" or problem.is_volume):
-        return f"{of} {'volumes' if problem.is_volume else 'float64'}"
-    return of
+    if of and problem.is_volume:
+        model = getattr(predictor, "of_volumes", None)
+        return f"{of} volumes" if model is None else f"{of} {model.identity}"
+    return f"{of} float64" if of and problem.dtype == "float64" else of
 
 
 def _gpu_family() -> str | None:

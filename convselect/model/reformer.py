@@ -23,6 +23,8 @@ PAPER_PARAMETERS = 80_978
 PAPER_WIDTHS = ((64, 128), (256, 64), (64, 32))
 DEFAULT_WIDTHS = ((64, 128), (200, 64), (64, 32))
 """We have three times the paper's inputs; 200 instead of 256 hidden units keep the total below."""
+VOLUME_WIDTHS = ((48, 64), (96, 48), (48, 32))
+"""For volumes, of which there are a sixth of the measured problems."""
 
 NORMS = ("batch", "layer", "none")
 

@@ -8,6 +8,7 @@
     resnet18      the 1-D ResNet-18 that ICLR 2025 submission 13039 compares with, on the same target
     neighbour     the five nearest problems in the space of z-scored features
     native, best_single, always:<name>   rules without learning
+    rules         what is expected of volumes without a model (`volumes.gains`)
 
 LightGBM and scikit-learn come with `pip install 'convselect[compare]'`.
 """
@@ -26,7 +27,7 @@ from convselect.model.dataset import Table
 from convselect.model.evaluate import Fit, Floats, fixed_order
 from convselect.model.targets import masked_cross_entropy, probabilities
 
-NAMES = ("gbdt", "lambdarank", "mlp", "resnet18", "neighbour", "native", "best_single")
+NAMES = ("gbdt", "lambdarank", "mlp", "resnet18", "neighbour", "native", "best_single", "rules")
 _FAR = 3.0  # predicted ln of slowness for an algorithm that was never seen to apply
 _LEAST_TIMES = 20  # fewest times of an algorithm to learn from
 NEIGHBOURS = 5
@@ -312,6 +313,25 @@ def fixed(name: str) -> Fit:
     return fit
 
 
+def rules() -> Fit:
+    """Learns nothing. What has no rule is predicted far behind native."""
+    from convselect.model import volumes
+
+    def fit(table: Table) -> Callable[[Table], Floats]:
+        def predict(other: Table) -> Floats:
+            gains = np.full(other.times_us.shape, -_FAR)
+            for row, problem in zip(gains, other.problems, strict=True):
+                expected = {"native": 1.0, **(volumes.gains(problem) or {})}
+                for column, name in enumerate(other.names):
+                    if name in expected:
+                        row[column] = np.log(expected[name])
+            return gains
+
+        return predict
+
+    return fit
+
+
 def named(name: str, seed: int = 0) -> Fit:
     """The selector with a name from `NAMES`, or with "always:" and an algorithm's name.
 
@@ -323,6 +343,8 @@ def named(name: str, seed: int = 0) -> Fit:
         return learned[name](seed)
     if name in ("native", "best_single"):
         return fixed(name)
+    if name == "rules":
+        return rules()
     if name.startswith("always:"):
         return fixed(name.removeprefix("always:"))
     raise ValueError(f"unknown selector {name!r}; known are reformer, {', '.join(NAMES)} and always:<algorithm>")

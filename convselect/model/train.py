@@ -43,8 +43,8 @@ from convselect.model.evaluate import (
     split,
     summary,
 )
-from convselect.model.features import FEATURE_NAMES, features, kinds
-from convselect.model.inference import Card, Predictor, artifact_path, save
+from convselect.model.features import FEATURE_NAMES, VOLUME_FEATURE_NAMES, features_of, kinds, names_of
+from convselect.model.inference import OF_VOLUMES, Card, Predictor, artifact_path, save
 from convselect.model.targets import loss_of, native_line, probabilities
 from convselect.store.store import is_store
 
@@ -78,7 +78,7 @@ class Recipe:
 
     Attributes:
         target, alpha: see `targets`.
-        widths: (hidden, out) of each Γ-block; None for `reformer.DEFAULT_WIDTHS`.
+        widths: (hidden, out) of each Γ-block; None for `reformer.DEFAULT_WIDTHS`, of volumes `reformer.VOLUME_WIDTHS`.
         norm, dropout: used in the blocks. Layer normalisation cannot be folded, so it is for comparisons only.
         ignored: features, by the beginning of their names, that the network does not see.
         average: decay of the running mean of the weights, which is shipped in place of the last weights; 0: ship the
@@ -101,7 +101,7 @@ class Recipe:
 
 def design(problems: Sequence[ConvProblem]) -> Tensor:
     """Feature matrix (n, n_features), float32."""
-    return torch.from_numpy(np.stack([features(problem) for problem in problems]))
+    return torch.from_numpy(np.stack([features_of(problem) for problem in problems]))
 
 
 def fit(x: Tensor, times_us: Floats, recipe: Recipe) -> reformer.Reformer:
@@ -120,13 +120,15 @@ def fit(x: Tensor, times_us: Floats, recipe: Recipe) -> reformer.Reformer:
     # For matrices this small several threads cost more than they gain, much more on a busy machine.
     with torch.random.fork_rng(devices=[]), threads(1):
         torch.manual_seed(recipe.seed)
-        widths = recipe.widths or reformer.DEFAULT_WIDTHS
+        of_images = x.shape[1] == len(FEATURE_NAMES)
+        widths = recipe.widths or (reformer.DEFAULT_WIDTHS if of_images else reformer.VOLUME_WIDTHS)
         model = reformer.Reformer(x.shape[1], n_classes, widths, norm=recipe.norm, dropout=recipe.dropout)
         if recipe.widths is None and model.n_parameters() > reformer.PAPER_PARAMETERS:
             raise ValueError(f"{model.n_parameters()} parameters; the bound is {reformer.PAPER_PARAMETERS}")
         model.fit_input(x)
+        names = FEATURE_NAMES if of_images else VOLUME_FEATURE_NAMES
         if recipe.ignored:
-            model.ignore([i for i, name in enumerate(FEATURE_NAMES) if name.startswith(recipe.ignored)])
+            model.ignore([i for i, name in enumerate(names) if name.startswith(recipe.ignored)])
         optimiser = torch.optim.AdamW(
             model.parameters(), lr=recipe.learning_rate, weight_decay=recipe.weight_decay, fused=True
         )
@@ -209,7 +211,10 @@ def read_measured(paths: Sequence[str | Path]) -> tuple[Table, dict[str, Any]]:
         )  # fmt: skip
         return whole, {"family": None, "host_flags": {}, "device": ", ".join(sorted(set(whole.models))), "torch": ""}
     rows, machine = read_measurements(paths)
-    return Table.from_rows(rows).with_plan_costs(free_in_c=has_c_kernels(machine["family"])), machine
+    table = Table.from_rows(rows)
+    # Calls of volumes go through Python.
+    in_c = has_c_kernels(machine["family"]) and not table.problems[0].is_volume
+    return table.with_plan_costs(free_in_c=in_c), machine
 
 
 def is_foreign(path: str | Path) -> bool:
@@ -234,15 +239,17 @@ def train(
     by kind of problem are fitted; without them there is one margin for all.
 
     A split by "problem" holds out one fold and ships the network trained on the others: the figures are then those of
-    the shipped network itself.
+    the shipped network itself. Times of volumes make an artifact of their own, whose family begins with `OF_VOLUMES`.
 
     Raises:
         ValueError: if the data cannot be mixed, are of another family, or are too few; `in_networks` likewise.
     """
     recipe = recipe or Recipe()
     table, machine = read_measured(paths)
-    if machine["family"] not in (family, None):
-        raise ValueError(f"these times were measured on {machine['family']}, not on {family}")
+    of_volumes = table.problems[0].is_volume
+    measured_on = f"{OF_VOLUMES}{machine['family']}" if of_volumes else machine["family"]
+    if measured_on not in (family, None):
+        raise ValueError(f"these times were measured on {measured_on}, not on {family}")
     by_dtype = Counter(problem.dtype for problem in table.problems)
     dtypes = tuple(sorted(dtype for dtype, count in by_dtype.items() if count >= min_problems_per_dtype))
     if not dtypes:
@@ -264,7 +271,7 @@ def train(
         margin=best_margin(gains, times, table.native),
         margins=by_kind,
         sharpness=best_sharpness(gains, times),
-        native_line=_line(x, learnt) if has_c_kernels(machine["family"]) else (),
+        native_line=_line(x, learnt) if has_c_kernels(machine["family"]) and not of_volumes else (),
         dtypes=dtypes,
         device=table.problems[0].device if machine["family"] else family,
         tf32=any(problem.tf32 for problem in table.problems),
@@ -283,6 +290,7 @@ def train(
         },
         figures={"held_out": {"split": _folds(fold, kept_apart), **figures}},
         limits=LIMITS if machine["family"] else FOREIGN_LIMITS,
+        feature_names=names_of(table.problems[0]),
     )
     path = artifact_path(family, out)
     save(path, card, reformer.fold(model))

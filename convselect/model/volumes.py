@@ -1,4 +1,4 @@
-"""What to expect of algorithms on volumes: rules, since the networks have seen images only.
+"""What to expect of algorithms on volumes: rules, for machines and problems that no model of volumes knows.
 
 Each rule is a kind of layer with a gain over native that no measured one of its kind stayed below by more than a tenth:
 the layers of `python -m benchmarks.volumes`, in the layouts and element types that the rules name, under AVX-512 on
@@ -98,10 +98,16 @@ _HALVING: _Gains = {
 _HALVING_DEEP: _Gains = {"patches": (0.9, 1.2, 0.8)}
 
 
+def is_measured(problem: ConvProblem) -> bool:
+    """Whether there are times of volumes like this one at all."""
+    p = problem
+    return p.device == "cpu" and p.layout in (CONTIGUOUS, CHANNELS_LAST) and p.flops >= LEAST_FLOPS
+
+
 def gains(problem: ConvProblem) -> dict[str, float] | None:
     """Algorithm -> its expected speed relative to native; None if nothing was measured of such problems."""
     p = problem
-    if p.device != "cpu" or p.layout not in (CONTIGUOUS, CHANNELS_LAST) or p.flops < LEAST_FLOPS:
+    if not is_measured(p):
         return None
     of: _Gains | None = None
     if p.dtype == "float32":

@@ -22,4 +22,4 @@ def test_the_model_of_other_peoples_times_is_sound_and_predicts_nothing_here():
 
 
 def test_the_package_ships_artifacts_of_cpus_only():
-    assert {path.stem.partition("-")[0] for path in ARTIFACTS.iterdir()} == {"cpu"}
+    assert {path.stem.partition("-")[0] for path in ARTIFACTS.iterdir()} == {"cpu", "volumes"}

@@ -47,7 +47,7 @@ def forced(request, monkeypatch):
     def timed(functions, rounds, deadline_s):
         return {name: Timing((1.0 if name == layout else 2.0,)) for name in functions}
 
-    def fastest(functions, rounds, deadline_s, handicaps=None):
+    def fastest(functions, rounds, deadline_s, handicaps=None, took_us=None):
         return next((name for name in names if name in functions), "native")
 
     monkeypatch.setattr(plan, "timed", timed)
