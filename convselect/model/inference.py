@@ -31,7 +31,12 @@ from convselect.model import _archive
 from convselect.model._archive import Array
 from convselect.model._archive import ArtifactError as ArtifactError  # other files import it from here
 from convselect.model.features import (
-    FEATURE_NAMES, FEATURES_VERSION, VOLUME_FEATURE_NAMES, features_of, kinds, margins_for,
+    FEATURE_NAMES,
+    FEATURES_VERSION,
+    VOLUME_FEATURE_NAMES,
+    features_of,
+    kinds,
+    margins_for,
 )  # fmt: skip
 
 FORMAT_VERSION = 1
