@@ -18,7 +18,13 @@ from convselect.measure.rows import NATIVE, Row, kernel_class, read_rows
 
 RESULTS = Path(__file__).parent / "results"
 TIMES = RESULTS / "times-cpu-x86-avx512-c.csv.gz"
-TIMES_OF = {"AVX-512": TIMES, "AVX2": RESULTS / "times-cpu-x86-avx2-c.csv.gz"}
+TIMES_OF = {
+    "AVX-512": TIMES,
+    "AVX2": RESULTS / "times-cpu-x86-avx2-c.csv.gz",
+    "AVX2, later": RESULTS / "later-cpu-x86-avx2-c.csv.gz",
+    "volumes, AVX-512": RESULTS / "times-volumes-cpu-x86-avx512-c.csv.gz",
+    "volumes, AVX2": RESULTS / "times-volumes-cpu-x86-avx2-c.csv.gz",
+}
 KERNELS = RESULTS / "kernels-avx512-1-thread.json"
 NETWORKS = RESULTS / "networks-avx512-1-thread.json"
 DIRECTIONS = {"forward": "forward", "backward_data": "grad-input", "backward_weight": "grad-weight"}

@@ -1,1 +1,1 @@
-__version__ = "0.1.0"  # the only place with the version: the build reads it here
+__version__ = "0.2.0"  # the only place with the version: the build reads it here
