@@ -27,9 +27,10 @@ from convselect.base import timing
 from convselect.machine.environment import run_environment
 from convselect.model import evaluate as ev
 from convselect.model import reformer
+from convselect.model.artifact import Card
 from convselect.model.dataset import Table
 from convselect.model.features import FEATURE_NAMES
-from convselect.model.inference import Card, Predictor
+from convselect.model.inference import Predictor
 from convselect.model.train import Recipe, design, fit, log_gains, read_measured
 
 TARGETS = (("one_hot", 1.0), ("softmax", 1.0), ("ratio", 1.0), ("ratio", 4.0), ("ratio", 8.0))

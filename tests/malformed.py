@@ -42,7 +42,8 @@ from convselect.eager import learning, trusted
 from convselect.kernels.pool import BY_NAME
 from convselect.machine.environment import choice_environment, cpu_fingerprint
 from convselect.measure.rows import environment_path
-from convselect.model import inference, loaded
+from convselect.model import loaded
+from convselect.model.artifact import Card
 from convselect.model.features import FEATURE_NAMES
 from convselect.store import exchange, find_db, process
 from convselect.store.decision import Decision
@@ -432,7 +433,7 @@ def _arrays(rng: random.Random) -> dict[str, np.ndarray]:
 
 def _card() -> dict[str, Any]:
     return {
-        **dataclasses.asdict(inference.Card("cpu-test", _NAMES, 4.0, 0.0, ("float32",), threads=(1, 2))),
+        **dataclasses.asdict(Card("cpu-test", _NAMES, 4.0, 0.0, ("float32",), threads=(1, 2))),
         "revisions": {"native": 1}, "host_flags": {"avx512_bf16": False}, "sharpness": 3.0,
         "figures": {"held_out": {"split": "by model", "overall": {"top1": 0.5}}}, "versions": {"torch": "2.13"},
         "data": {"device": "x", "problems": 3},

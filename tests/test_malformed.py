@@ -22,6 +22,7 @@ from convselect.base import lru, settings
 from convselect.base import warnings as _warnings
 from convselect.eager import log
 from convselect.model import inference
+from convselect.model.artifact import ArtifactError, Calibration, Card
 from convselect.store import exchange, find_db, process
 from convselect.store.store import Store, is_store
 from convselect.tune import records
@@ -200,16 +201,16 @@ def test_lists_in_lists_are_an_error_of_their_own_kind(text, tmp_path):
     with pytest.raises(ValueError, match="not settings"):
         settings.parse(text)
     assert records.Log(tmp_path / "x.programs.jsonl", "mark", {}).read() == {}
-    for kind in (inference.Card, inference.Calibration):
-        with pytest.raises(inference.ArtifactError):
+    for kind in (Card, Calibration):
+        with pytest.raises(ArtifactError):
             kind.from_json(text)
 
 
 def test_a_model_of_huge_numbers_is_refused_or_its_predictions_are():
-    card = inference.Card("cpu-test", malformed._NAMES, 4.0, 0.0, ("float32",))
+    card = Card("cpu-test", malformed._NAMES, 4.0, 0.0, ("float32",))
     made = malformed._arrays(random.Random(0))
     inference.Predictor(card, made)
-    with pytest.raises(inference.ArtifactError, match="too large"):
+    with pytest.raises(ArtifactError, match="too large"):
         inference.Predictor(card, {name: array * np.float32(1e8) for name, array in made.items()})
     wild = inference.Predictor(card, {**made, "head": made["head"] * np.float32(60_000)})
     with pytest.warns(convselect.ConvselectWarning, match="make no sense"):

@@ -21,7 +21,8 @@ from convselect.base.problem import conv_problem
 from convselect.kernels._contract import Grade
 from convselect.kernels.pool import BY_NAME
 from convselect.machine.environment import choice_environment
-from convselect.model.inference import ARTIFACTS, ArtifactError, Predictor
+from convselect.model.artifact import ArtifactError
+from convselect.model.inference import ARTIFACTS, Predictor
 from convselect.store import choices, process
 from convselect.store import file as store_file
 from convselect.store.exchange import import_choices

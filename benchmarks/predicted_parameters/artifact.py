@@ -31,8 +31,8 @@ from benchmarks.predicted_parameters.tokens import (
 )
 from convselect.base.problem import ConvProblem
 from convselect.kernels._contract import Algorithm
-from convselect.model import _archive
-from convselect.model._archive import ArtifactError
+from convselect.model import artifact as model_file
+from convselect.model.artifact import ArtifactError
 
 HERE = Path(__file__).parent
 FORMAT_VERSION = 1
@@ -155,7 +155,7 @@ class ParameterPredictor:
         Raises:
             ArtifactError: if it is missing, damaged, or made for another version.
         """
-        text, stored = _archive.read(source, WHAT)
+        text, stored = model_file.read(source, WHAT)
         card = ParameterCard.from_json(text)
         expected = {f"{i}/{name}" for i in range(len(card.networks)) for name in ARRAYS}
         if set(stored) != expected:
@@ -210,7 +210,7 @@ def _checked(card: NetworkCard, arrays: Mapping[str, Floats]) -> dict[str, Float
         fits = False
     if not fits:
         raise ArtifactError("the parameter file's arrays do not fit together: it is damaged")
-    return _archive.finite(arrays, WHAT)
+    return model_file.finite(arrays, WHAT)
 
 
 def parameter_path(family: str, directory: str | os.PathLike[str] = HERE) -> Path:
@@ -237,7 +237,7 @@ def save(path: str | os.PathLike[str], card: ParameterCard, networks: Sequence[M
             for i, arrays in enumerate(networks)
         ],
     )
-    _archive.write(path, card.to_json(), stored)
+    model_file.write(path, card.to_json(), stored)
 
 
 def finite(figures: Mapping[str, float]) -> dict[str, float]:

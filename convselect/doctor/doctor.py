@@ -118,7 +118,8 @@ class _Examination:
 
     def model(self, live: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
         """(the model, its calibration); `live` are the algorithms that run here."""
-        from convselect.model.inference import ArtifactError, Predictor
+        from convselect.model.artifact import ArtifactError
+        from convselect.model.inference import Predictor
 
         own = loaded.path_for_host()
         named = "CONVSELECT_ARTIFACT" in os.environ
@@ -183,7 +184,7 @@ class _Examination:
         return f"none for {path.stem}"
 
     def _calibration(self, artifact: Path, *, usable: bool, foreign: bool) -> dict[str, Any]:
-        from convselect.model.inference import ArtifactError
+        from convselect.model.artifact import ArtifactError
 
         try:
             path = loaded.calibration_path()

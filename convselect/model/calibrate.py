@@ -30,7 +30,8 @@ from convselect.machine.environment import cpu_fingerprint
 from convselect.measure.measure import measure_problem
 from convselect.measure.plan_cost import fixed_cost_us
 from convselect.measure.rows import NATIVE, Row
-from convselect.model.inference import Calibration, Predictor
+from convselect.model.artifact import Calibration
+from convselect.model.inference import Predictor
 from convselect.model.loaded import calibration_path, digest, nearest_artifact
 
 SHRINK = 4.0

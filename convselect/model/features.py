@@ -196,7 +196,7 @@ def names_of(problem: ConvProblem) -> tuple[str, ...]:
 def kinds(problem: ConvProblem) -> tuple[str, ...]:
     """The kinds of problems, such as "forward dilated", that not every algorithm takes: a text for each that this
     problem belongs to (dilated, strided, thin, one-row), or "forward plain". What was measured of an algorithm on one
-    kind says nothing about others (`inference.Card.has_times`); artifacts name them, so they are never renamed."""
+    kind says nothing about others (`inference.has_times`); artifacts name them, so they are never renamed."""
     p = problem
     dilated = (p.dil_h > 1 and p.R > 1) or (p.dil_w > 1 and p.S > 1) or (p.dil_d > 1 and p.T > 1)
     strided = p.stride_h > 1 or p.stride_w > 1 or p.stride_d > 1

@@ -8,40 +8,25 @@ of kinds that it was not trained for, and the caller stays with native.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
-import json
 import math
 import os
 import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import msgspec
 import numpy as np
-from msgspec import Meta
 
 from convselect.base.problem import ConvProblem
 from convselect.base.warnings import warn_once
 from convselect.machine.host import SIXTEEN_BIT_FLAGS
 from convselect.measure import plan_cost
-from convselect.model import _archive
-from convselect.model._archive import Array
-from convselect.model._archive import ArtifactError as ArtifactError  # other files import it from here
-from convselect.model.features import (
-    FEATURE_NAMES,
-    FEATURES_VERSION,
-    VOLUME_FEATURE_NAMES,
-    features_of,
-    kinds,
-    margins_for,
-)  # fmt: skip
+from convselect.model import artifact
+from convselect.model.artifact import MOST_LOG_GAIN, NATIVE, WHAT, Array, ArtifactError, Card, checked
+from convselect.model.features import VOLUME_FEATURE_NAMES, features_of, kinds, margins_for
 
-FORMAT_VERSION = 1
-WHAT = "model file"
-NATIVE = "native"
 OF_VOLUMES = "volumes-"
 """What the families of artifacts begin with that know volumes, and no images."""
 ARTIFACTS = Path(__file__).parent / "artifacts"
@@ -49,10 +34,7 @@ ARTIFACTS = Path(__file__).parent / "artifacts"
 LOG_GAIN_PER_UNSEEN_DOUBLING = math.log(1.5)
 """Added to the margin for each doubling of threads beyond those measured."""
 
-MOST_LOG_GAIN = 50.0
-"""A model that predicts a ratio of times of more than e to this says nothing."""
-
-_UNTIMED = {"dilated": ("winograd",), "strided": ("winograd", "fft")}
+UNTIMED = {"dilated": ("winograd",), "strided": ("winograd", "fft")}
 """Kind of problem -> beginnings of the names of algorithms that took none of it when artifacts without `Card.timed`
 were trained. An algorithm that is taught a kind of problem belongs here."""
 IN_FLOAT64 = ("fft", "fft_tiled")
@@ -67,131 +49,6 @@ FLOAT64_DOUBT = math.log(2.0)
 """Taken off each gain that is predicted for float64."""
 
 _Program = tuple[Any, Any, Array]
-# What a card and a calibration may hold: msgspec compares them with these types.
-_Name = Annotated[str, Meta(min_length=1, max_length=200)]
-_Names = Annotated[tuple[_Name, ...], Meta(min_length=1, max_length=1000)]
-_Whole = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-_Positive = Annotated[float, Meta(ge=1e-3, le=1e3)]
-_Margin = Annotated[float, Meta(ge=0, le=MOST_LOG_GAIN)]
-_Margins = Mapping[_Name, _Margin]
-
-
-@dataclasses.dataclass(frozen=True)
-class Card:
-    """Describes an artifact, the machine of its measurements, and its results on held-out networks.
-
-    Attributes:
-        family: the kind of machine, as `host.family_of_host` names it.
-        algorithm_names: one per logit; names, never positions in the pool.
-        alpha: exponent of the training target, p ~ t**-alpha; logit differences / alpha are log ratios of times.
-        margin: predicted ln(t_native / t) up to which native should be kept.
-        margins: kind of problems (`features.margin_kind`) -> algorithm -> the margin that takes the place of `margin`
-            there (`model/margins.py`).
-        dtypes: element types with enough measured problems.
-        device: device kind of the measured problems.
-        tf32: whether float32 problems computed in TF32 were measured.
-        host_flags: the processor features of `SIXTEEN_BIT_FLAGS` on the measuring machine.
-        threads: thread counts measured.
-        revisions: algorithm name -> `Algorithm.revision` that was measured.
-        timed: algorithm name -> the kinds of problems (`features.kinds`) of which it had times; None: older than this
-            field, and `_UNTIMED` holds.
-        versions, data, figures, limits: library versions, description of the data set, held-out results, and a text
-            on what those do not cover.
-        sharpness: factor on predicted log gains before the softmax that gives each algorithm's probability of being
-            the fastest, fitted on held-out problems; None: that of the training target, `alpha`.
-        native_line: `targets.native_line`, if the times of C kernels have no cost of a plan; else empty.
-    """
-
-    family: _Name
-    algorithm_names: _Names
-    alpha: _Positive
-    margin: _Margin
-    dtypes: tuple[_Name, ...]
-    device: _Name = "cpu"
-    host_flags: Mapping[str, bool] = dataclasses.field(default_factory=dict)
-    threads: Annotated[tuple[Annotated[int, Meta(ge=1, le=2**20)], ...], Meta(min_length=1)] = (1,)
-    revisions: Mapping[str, _Whole] = dataclasses.field(default_factory=dict)
-    timed: Mapping[str, tuple[_Name, ...]] | None = None
-    margins: Mapping[_Name, _Margins] = dataclasses.field(default_factory=dict)
-    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    data: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    figures: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    limits: str = ""
-    sharpness: _Positive | None = None
-    native_line: tuple[float, ...] = ()
-    tf32: bool = False
-    feature_names: tuple[str, ...] = FEATURE_NAMES
-    features_version: _Whole = FEATURES_VERSION
-    format_version: _Whole = FORMAT_VERSION
-
-    def has_times(self, algorithm: str, of: Sequence[str]) -> bool:
-        """Whether `algorithm` was measured on problems of each of these kinds. If not, a prediction of its time is an
-        extrapolation, which no choice may be made on."""
-        if algorithm == NATIVE:
-            return True
-        if self.timed is not None:
-            return set(of) <= set(self.timed.get(algorithm, ()))
-        return not any(algorithm.startswith(_UNTIMED.get(kind.split()[-1], ())) for kind in of)
-
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), indent=2, allow_nan=False)
-
-    @classmethod
-    def from_json(cls, text: str) -> Card:
-        """Raises `ArtifactError` unless `text` is a card that this version understands."""
-        try:
-            values = msgspec.json.decode(text)
-            version = values["format_version"]
-        except (ValueError, TypeError, KeyError, RecursionError):  # not JSON, no object, no version, nested too deeply
-            raise ArtifactError("the model file's card is not readable: it is damaged or not a model file") from None
-        if version != FORMAT_VERSION:
-            raise ArtifactError(
-                f"the model file has format {version!r:.60}; this version reads format {FORMAT_VERSION}"
-            )
-        if more := values.keys() - {field.name for field in dataclasses.fields(cls)}:
-            raise ArtifactError(f"the model file's card has a field too many, {min(more)!r:.60}: it is damaged")
-        try:
-            card = msgspec.convert(values, cls)
-        except ValueError as error:
-            raise ArtifactError(f"the model file's card is damaged: {error}") from None
-        if card.features_version != FEATURES_VERSION or card.feature_names not in (FEATURE_NAMES, VOLUME_FEATURE_NAMES):
-            raise ArtifactError(
-                f"the model file was trained on features of version {card.features_version}, this is version "
-                f"{FEATURES_VERSION}; retrain it with `convselect train`"
-            )
-        # Artifacts for algorithms of other projects are for comparison only, and have a device that no problem has.
-        ours = card.device in ("cpu", "cuda")
-        if (ours and NATIVE not in card.algorithm_names) or len(set(card.algorithm_names)) != len(card.algorithm_names):
-            raise ArtifactError("the model file's algorithm names are not unique or lack 'native'")
-        return card
-
-
-@dataclasses.dataclass(frozen=True)
-class Calibration:
-    """Corrections of one artifact for one machine.
-
-    Attributes:
-        fingerprint: `cpu_fingerprint` of the machine.
-        artifact, digest: name of the model file's family, and digest of its bytes.
-        bias: algorithm -> what to add to its predicted ln(t_native / t).
-        problems: number of problems timed.
-    """
-
-    fingerprint: str
-    artifact: str
-    digest: str
-    bias: Mapping[str, Annotated[float, Meta(ge=-MOST_LOG_GAIN / 2, le=MOST_LOG_GAIN / 2)]]
-    problems: _Whole
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Calibration:
-        """Raises `ArtifactError` unless `text` is a calibration that this version understands."""
-        try:
-            return msgspec.json.decode(text, type=cls)
-        except (ValueError, RecursionError) as error:
-            raise ArtifactError(
-                f"the calibration is damaged or of another version ({error!s:.200}); run `convselect calibrate` again"
-            ) from None
 
 
 class Prediction:
@@ -254,7 +111,7 @@ class Predictor:
     def __init__(self, card: Card, arrays: Mapping[str, Array], host_flags: Mapping[str, bool] | None = None) -> None:
         self.card = card
         self.margin = card.margin
-        self._arrays = _checked(card, arrays)
+        self._arrays = checked(card, arrays)
         self._n_blocks = sum(name.startswith("hidden_") for name in arrays)
         self._covered = frozenset(
             dtype
@@ -290,7 +147,7 @@ class Predictor:
         Raises:
             ArtifactError: if the file is missing, damaged, or made for another version.
         """
-        text, arrays = _archive.read(source, WHAT)
+        text, arrays = artifact.read(source, WHAT)
         found = cls(Card.from_json(text), arrays, host_flags)
         try:
             _ = found.identity  # which is needed soon, and cannot be had of lists in lists, or thousands of digits
@@ -318,7 +175,7 @@ class Predictor:
         return self._identity
 
     def predict(self, problem: ConvProblem) -> Prediction | None:
-        """The predicted ranking, without algorithms that had no times of such problems (`Card.has_times`); None for
+        """The predicted ranking, without algorithms that had no times of such problems (`has_times`); None for
         problems that were not measured for this artifact at all (device kind, element type, 16-bit support of the
         processor, TF32) and for problems with nothing to compute. Any thread count is accepted. In float64 gains are
         derived from those in float32: `_in_float64`; volumes have a model of their own, or rules: `_of_volume`."""
@@ -407,7 +264,7 @@ class Predictor:
         known = self._with_times.get(of)
         if known is None:
             names = self.card.algorithm_names
-            known = self._with_times[of] = tuple(i for i, name in enumerate(names) if self.card.has_times(name, of))
+            known = self._with_times[of] = tuple(i for i, name in enumerate(names) if has_times(self.card, name, of))
         return known
 
     def _in_float64(self, problem: ConvProblem) -> Prediction | None:
@@ -483,6 +340,16 @@ class Predictor:
         return (a["low"], a["high"], a["mean"], a["scale"], buffers[0][: len(a["mean"])]), steps, result
 
 
+def has_times(card: Card, algorithm: str, of: Sequence[str]) -> bool:
+    """Whether `algorithm` was measured on problems of each of these kinds. If not, a prediction of its time is an
+    extrapolation, which no choice may be made on."""
+    if algorithm == NATIVE:
+        return True
+    if card.timed is not None:
+        return set(of) <= set(card.timed.get(algorithm, ()))
+    return not any(algorithm.startswith(UNTIMED.get(kind.split()[-1], ())) for kind in of)
+
+
 def _in_c(normalise: Sequence[Array], steps: Sequence[tuple[Array, Array, Array, Array]]) -> Any:
     """(a vector for the input, the same chain on it as one call of the C library); None if the library is missing, or
     not loaded yet, since loading it needs torch."""
@@ -494,60 +361,6 @@ def _in_c(normalise: Sequence[Array], steps: Sequence[tuple[Array, Array, Array,
     return x, library.Network(x, normalise, chain)
 
 
-def _checked(card: Card, arrays: Mapping[str, Array]) -> dict[str, Array]:
-    """The arrays, read-only, after checks that they fit each other and the card, and are finite."""
-    n_blocks = sum(name.startswith("hidden_") for name in arrays)
-    expected = {"mean", "scale", "low", "high", "head"}
-    expected |= {f"{part}_{i}" for part in ("hidden", "out") for i in range(n_blocks)}
-    if set(arrays) != expected or n_blocks == 0:
-        raise ArtifactError("the model file lacks a matrix or has one too many: it is damaged")
-    d = len(card.feature_names)
-    fits = all(arrays[name].shape == (d,) for name in ("mean", "scale", "low", "high"))
-    for i in range(n_blocks):
-        hidden, out = arrays[f"hidden_{i}"], arrays[f"out_{i}"]
-        fits = fits and hidden.ndim == out.ndim == 2 and hidden.shape[1] == d + 1
-        fits = fits and out.shape[1] == d + 1 + hidden.shape[0]
-        d = len(out) if out.ndim else -1
-    fits = fits and arrays["head"].shape == (len(card.algorithm_names), d + 1)
-    if not fits:
-        raise ArtifactError("the model file's matrices do not fit together: it is damaged")
-    found = _archive.finite(arrays, WHAT)
-    if not _most(found, n_blocks) < MOST_VALUE:
-        raise ArtifactError("the model file's numbers are too large to compute with: it is damaged")
-    return found
-
-
-MOST_VALUE = 1e30
-"""Largest value that may occur while a prediction is computed in float32: no infinities, and so no NaN."""
-
-
-def _most(a: Mapping[str, Array], n_blocks: int) -> float:
-    """The largest absolute value that any input can lead to, at most."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        wide = {name: np.abs(array.astype(np.float64)) for name, array in a.items()}
-        x = (np.maximum(wide["low"], wide["high"]) + wide["mean"]) * np.maximum(wide["scale"], 1)
-        most = [float(x.max())]
-        for i in range(n_blocks):
-            t = wide[f"hidden_{i}"] @ np.append(x, 1)
-            x = wide[f"out_{i}"] @ np.concatenate([x, [1], t])
-            most += [float(values.max(initial=0)) for values in (t, x)]
-        most.append(float((wide["head"] @ np.append(x, 1)).max(initial=0)))
-    return math.inf if any(math.isnan(one) for one in most) else max(most)
-
-
 def artifact_path(family: str, directory: str | os.PathLike[str] = ARTIFACTS) -> Path:
     """Path of the artifact of a device family; the file may not exist."""
     return Path(directory) / f"{family}.npz"
-
-
-def save(path: str | os.PathLike[str], card: Card, arrays: Mapping[str, Array], *, half: bool = True) -> None:
-    """Write an artifact, and a copy of its card as readable `.json` beside it. Same input, same bytes.
-
-    `half` stores the matrices (not the normalisation of the input) in float16. The file appears complete or not at all.
-
-    Raises:
-        ArtifactError: if the arrays do not fit the card, or overflow float16.
-    """
-    stored = {name: a.astype(np.float16) if half and a.ndim == 2 else a for name, a in arrays.items()}
-    _checked(card, {name: a.astype(np.float32) for name, a in stored.items()})
-    _archive.write(path, card.to_json(), stored)

@@ -163,7 +163,7 @@ def choice_us(predict: Any, table: Table) -> float:
 def reformer_us(table: Table, recipe: Recipe) -> float:
     """The same for a Reformer in the form that ships, in numpy; the time does not depend on its weights."""
     from convselect.model import reformer
-    from convselect.model.inference import Card
+    from convselect.model.artifact import Card
 
     part = table.part(np.arange(min(300, len(table.problems))))
     model = fit(design(part.problems), part.times_us, replace(recipe, steps=2, norm="batch"))

@@ -12,7 +12,8 @@ from convselect.base.warnings import warn_once
 
 if TYPE_CHECKING:
     from convselect.base.problem import ConvProblem
-    from convselect.model.inference import Calibration, Predictor
+    from convselect.model.artifact import Calibration
+    from convselect.model.inference import Predictor
 
 IDLE_CALLS = 1000
 """The model is released after this many convolutions in a row that needed no prediction."""
@@ -114,7 +115,8 @@ def nearest_artifact() -> Path:
     Raises:
         ArtifactError: if nothing is shipped at all.
     """
-    from convselect.model.inference import ARTIFACTS, ArtifactError
+    from convselect.model.artifact import ArtifactError
+    from convselect.model.inference import ARTIFACTS
 
     own = path_for_host()
     if "CONVSELECT_ARTIFACT" in os.environ or own.exists():
@@ -150,7 +152,8 @@ def _find() -> Predictor:
     """
     from convselect.machine.environment import cpu_fingerprint
     from convselect.machine.host import host_flags
-    from convselect.model.inference import ArtifactError, Predictor
+    from convselect.model.artifact import ArtifactError
+    from convselect.model.inference import Predictor
 
     own, flags = path_for_host(), host_flags()
     calibration = _calibration()
@@ -195,8 +198,7 @@ def read_calibration(path: Path) -> Calibration:
     Raises:
         ArtifactError, OSError: if it cannot be read, or is damaged.
     """
-    from convselect.model._archive import read_bytes
-    from convselect.model.inference import Calibration
+    from convselect.model.artifact import Calibration, read_bytes
 
     return Calibration.from_json(read_bytes(path))
 
@@ -205,7 +207,7 @@ def digest(path: Path) -> str:
     """16 hexadecimal digits of the SHA-256 of a model file: a calibration is valid for exactly one file."""
     import hashlib
 
-    from convselect.model._archive import read_bytes
+    from convselect.model.artifact import read_bytes
 
     return hashlib.sha256(read_bytes(path)).hexdigest()[:16]
 

@@ -28,6 +28,7 @@ from convselect.machine.host import has_c_kernels
 from convselect.measure.measure import threads
 from convselect.measure.rows import kernel_class
 from convselect.model import margins, reformer
+from convselect.model.artifact import Card, save
 from convselect.model.dataset import Table, family_of, is_wide, read_measurements, read_wide
 from convselect.model.evaluate import (
     Fit,
@@ -44,7 +45,7 @@ from convselect.model.evaluate import (
     summary,
 )
 from convselect.model.features import FEATURE_NAMES, VOLUME_FEATURE_NAMES, features_of, kinds, names_of
-from convselect.model.inference import OF_VOLUMES, Card, Predictor, artifact_path, save
+from convselect.model.inference import OF_VOLUMES, Predictor, artifact_path
 from convselect.model.targets import loss_of, native_line, probabilities
 from convselect.store.store import is_store
 

@@ -51,7 +51,7 @@ from benchmarks.predicted_parameters.training import train_parameters
 from convselect.base.problem import conv_problem
 from convselect.kernels._space import Parameter, Space
 from convselect.kernels.pool import BY_NAME
-from convselect.model.inference import ArtifactError
+from convselect.model.artifact import ArtifactError
 from convselect.tune.programs import Program
 from convselect.tune.records import Measured
 

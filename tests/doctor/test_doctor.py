@@ -19,7 +19,8 @@ from convselect.doctor import doctor, findings
 from convselect.kernels import _library
 from convselect.kernels.pool import ALL, BY_NAME
 from convselect.machine.environment import run_environment
-from convselect.model.inference import ARTIFACTS, Predictor, save
+from convselect.model.artifact import save
+from convselect.model.inference import ARTIFACTS, Predictor
 
 PACKAGE = Path(convselect.__file__).parent
 

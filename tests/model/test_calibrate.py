@@ -21,7 +21,8 @@ from convselect.machine.environment import cpu_fingerprint
 from convselect.measure.plan_cost import fixed_cost_us
 from convselect.measure.rows import KERNEL_CLASSES, Row, kernel_class
 from convselect.model import calibrate, evaluate, loaded, train
-from convselect.model.inference import ARTIFACTS, ArtifactError, Calibration, Predictor, artifact_path
+from convselect.model.artifact import ArtifactError, Calibration
+from convselect.model.inference import ARTIFACTS, Predictor, artifact_path
 
 SHIPPED = sorted(ARTIFACTS.glob("cpu-*.npz"))
 

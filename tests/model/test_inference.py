@@ -19,9 +19,11 @@ import torch
 from convselect.base.problem import Direction, conv_problem
 from convselect.kernels import _library
 from convselect.machine import host
-from convselect.model import _archive, inference, volumes
+from convselect.model import artifact as model_file
+from convselect.model import inference, volumes
+from convselect.model.artifact import ArtifactError, Card, save
 from convselect.model.features import FEATURE_NAMES, features
-from convselect.model.inference import ARTIFACTS, ArtifactError, Card, Prediction, Predictor, artifact_path, save
+from convselect.model.inference import ARTIFACTS, Prediction, Predictor, artifact_path
 from convselect.model.reformer import Reformer, fold
 
 D = len(FEATURE_NAMES)
@@ -229,14 +231,14 @@ def test_the_matrix_products_allocate_nothing():
 def test_inference_does_not_import_torch():
     """`convselect.base.problem` does, for its dtypes; but no tensor and no training code may come near a prediction."""
     imported = set()
-    for module in (inference, _archive, volumes):
+    for module in (inference, model_file, volumes):
         for node in ast.walk(ast.parse(Path(module.__file__).read_text())):
             if isinstance(node, ast.Import):
                 imported |= {alias.name.split(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
                 imported |= {f"{node.module}.{alias.name}" for alias in node.names}
     assert "numpy" in imported
-    allowed = tuple(f"convselect.model.{name}" for name in ("_archive", "features", "volumes"))
+    allowed = tuple(f"convselect.model.{name}" for name in ("artifact", "features", "volumes"))
     imported = {name for name in imported if not name.startswith(allowed)}
     assert not any(name.startswith(("torch", "convselect.model", "convselect.kernels")) for name in imported)
 

@@ -15,6 +15,7 @@ from convselect.base.problem import conv_problem
 from convselect.eager import resolve
 from convselect.machine import host
 from convselect.model import inference, loaded
+from convselect.model.artifact import save
 from convselect.model.inference import ARTIFACTS, artifact_path
 
 X, W = torch.randn(1, 8, 12, 12), torch.randn(8, 8, 3, 3)
@@ -170,7 +171,7 @@ def test_a_gpu_is_asked_of_its_own_model(a_gpu, tmp_path, monkeypatch):
     card = dataclasses.replace(
         other.card, family="cuda-sm90", device="cuda", tf32=True, host_flags={}, dtypes=("bfloat16", "float32")
     )
-    inference.save(tmp_path / "cuda-sm90.npz", card, other._arrays)
+    save(tmp_path / "cuda-sm90.npz", card, other._arrays)
     monkeypatch.setattr(inference, "artifact_path", lambda family: tmp_path / f"{family}.npz")
     found = loaded.get_for(ON_CUDA)
     assert found is not None

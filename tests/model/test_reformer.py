@@ -8,8 +8,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from convselect.model.artifact import Card
 from convselect.model.features import FEATURE_NAMES
-from convselect.model.inference import Card, Predictor
+from convselect.model.inference import Predictor
 from convselect.model.reformer import PAPER_PARAMETERS, GammaBlock, Reformer, fold, paper
 
 

@@ -18,6 +18,7 @@ from convselect.machine import ownership
 from convselect.machine.environment import cpu_fingerprint
 from convselect.machine.ownership import examined
 from convselect.model import inference, loaded
+from convselect.model.artifact import ArtifactError
 from convselect.store import process as store_process
 from convselect.store.store import Store
 
@@ -208,7 +209,7 @@ def test_a_model_or_calibration_that_is_no_file_is_refused_at_once(what, tmp_pat
         if what in ("pipe", "folder", "device")
         else "there is no model file|No such device|Too many levels"
     )
-    with pytest.raises(inference.ArtifactError, match=why):
+    with pytest.raises(ArtifactError, match=why):
         inference.Predictor.load(tmp_path / "x")
 
 
