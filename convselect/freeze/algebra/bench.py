@@ -50,9 +50,13 @@ class Bench:
 
     def call(self, before: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
         """A new call in front of a node. Its `meta["val"]` has shape, element type and strides, and no device."""
+        return self.call_as(before, _inferred(target, args, kwargs), target, *args, **kwargs)
+
+    def call_as(self, before: Node, form: Any, target: Any, *args: Any, **kwargs: Any) -> Node:
+        """The same for a call whose result's form is known: asking an operator for it may take a second."""
         with self.graph.inserting_before(before):
             node = self.graph.call_function(target, args, kwargs)
-        node.meta["val"] = _inferred(target, args, kwargs)
+        node.meta["val"] = form
         if before is self._first:
             self._first = node
         return node

@@ -10,6 +10,7 @@ from torch import fx
 
 from convselect.freeze.algebra import spelling
 from convselect.freeze.algebra.activations import activations, gates
+from convselect.freeze.algebra.attention import attentions
 from convselect.freeze.algebra.bench import dead_code
 from convselect.freeze.algebra.branches import common_factors, parallel_layers
 from convselect.freeze.algebra.constants import is_mutation
@@ -34,6 +35,7 @@ RULES: tuple[Callable[[fx.Graph], int], ...] = (
     spelling.linear_layers,
     spelling.views_of_views,
     spelling.image_means,
+    attentions,
     batch_norms,
     products_and_sums,
     gates,
