@@ -360,9 +360,9 @@ def copied_bytes(problem: ConvProblem) -> int:
 
 
 @functools.lru_cache(maxsize=8)
-def _asked_about(problem: ConvProblem, tune: tuple[int, ...]) -> Any:
+def _asked_about(problem: ConvProblem, isa: int, tune: tuple[int, ...]) -> Any:
     """The struct of queries, by reference: several algorithms are asked about one problem."""
-    return ctypes.byref(_struct(problem, CONTIGUOUS, CONTIGUOUS, problem.threads, isa(), tune))
+    return ctypes.byref(_struct(problem, CONTIGUOUS, CONTIGUOUS, problem.threads, isa, tune))
 
 
 def workspace_bytes(
@@ -374,7 +374,7 @@ def workspace_bytes(
     Raises:
         NotImplementedError: if the kernel does not apply.
     """
-    conv = _asked_about(problem, tune)
+    conv = _asked_about(problem, isa(), tune)
     scratch: int = _function(query, len(leading_ints), 0, ctypes.c_int64)(conv, *leading_ints)
     if scratch < 0:
         raise NotImplementedError(f"{query} does not apply to {problem}")

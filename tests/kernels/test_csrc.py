@@ -27,7 +27,7 @@ ROOT = Path(convselect.__file__).parent.parent
 CC = os.environ.get("CC", sysconfig.get_config_var("CC") or "cc").split()
 KERNELS = _guarded.kernels()
 ENTRIES = {**KERNELS, **_guarded.packed_kernels()}
-SHARED = ("runner", "runtime", "spot_check")  # compiled once
+SHARED = ("features", "runner", "runtime", "spot_check")  # compiled once
 X86 = os.uname().machine in ("x86_64", "amd64")
 
 pytestmark = [
