@@ -82,7 +82,7 @@ def test_every_other_algorithm_has_a_reason(monkeypatch):
     assert (row.algorithm, row.source) == ("winograd4", "model")
     assert (row.predicted_gain, row.measured_gain, row.spread) == (pytest.approx(3.0), None, None)
     (double,) = convselect.explain_problem(CONV3._replace(dtype="float64"))
-    assert "admits at most" in double.why_not["winograd6"]
+    assert "precision 'native' allows" in double.why_not["winograd6"]
     assert "by name" in row.why_not["reference"]
     assert "3.00x" in row.why_not["native"]
 

@@ -95,7 +95,7 @@ def assert_equal(got, want, calls, what):
     """Each convolution adds at most the table's error to its result and its gradients, and a result passes through all
     of them in the worst case, forward and back. Gradients far smaller than the others' (of biases in front of a
     normalisation, say) are the rest of sums that cancel: they are held to a thousandth of the typical size."""
-    limit = 2 * calls * FORWARD["float32", Grade.CLOSE] * WEIGHT_GRADIENT_FACTOR
+    limit = 2 * calls * FORWARD["float32", Grade.NEAR] * WEIGHT_GRADIENT_FACTOR
     sizes = [g.norm() / g.numel() ** 0.5 for g in want.values()]
     floor = 1e-3 * torch.stack(sizes).median()
     assert got.keys() == want.keys()

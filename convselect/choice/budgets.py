@@ -8,7 +8,7 @@ import functools
 from convselect.base.problem import ConvProblem
 from convselect.base.settings import Settings
 from convselect.base.warnings import warn_once
-from convselect.kernels._contract import GRADE_OF_PRECISION, Algorithm
+from convselect.kernels._contract import GRADE_OF_PRECISION, MOST_ERROR, Algorithm, Grade
 from convselect.machine import memory
 
 NATIVE = "native"
@@ -43,9 +43,16 @@ def refusal(algorithm: Algorithm, problem: ConvProblem, settings: Settings) -> s
     return over_budget(algorithm, problem, settings) if reason is None else reason
 
 
-def over_budget(algorithm: Algorithm, problem: ConvProblem, settings: Settings) -> str | None:
+def over_budget(
+    algorithm: Algorithm, problem: ConvProblem, settings: Settings, least: Grade = Grade.DIRECT
+) -> str | None:
     """One sentence about the budget that does not admit an applicable algorithm; None if all admit it. Native is always
-    admitted."""
+    admitted.
+
+    Args:
+        least: up to this grade errors are within the budget whatever the precision, unless it is "exact": the caller
+            compares what comes of them.
+    """
     name = algorithm.name
     if name == NATIVE:
         return None
@@ -61,10 +68,10 @@ def over_budget(algorithm: Algorithm, problem: ConvProblem, settings: Settings) 
         return (
             f"{name} is a transform, whose results are not sums of their own products; precision 'exact' needs those."
         )
-    grade = algorithm.error_grade(problem)
-    if grade > GRADE_OF_PRECISION[settings.precision]:
-        most = GRADE_OF_PRECISION[settings.precision].name
-        return f"{name} has error grade {grade.name}; precision {settings.precision!r} admits at most {most}."
+    grade, most = algorithm.error_grade(problem), GRADE_OF_PRECISION[settings.precision]
+    if grade > (most if settings.precision == "exact" else max(most, least)):
+        allowed = f"precision {settings.precision!r} allows {MOST_ERROR[most]:.0e}"
+        return f"{name} may be off by {MOST_ERROR[grade]:.0e} of the result; {allowed}."
     needed = algorithm.workspace_bytes(problem)
     if needed > settings.workspace_bytes:
         return f"{name} needs {_mib(needed)} of workspace; {_mib(settings.workspace_bytes)} are allowed."

@@ -31,7 +31,7 @@ PHASES = "_phases"
 
 FORMATS = {CONTIGUOUS: torch.contiguous_format, CHANNELS_LAST: torch.channels_last}
 # Relative L2 distance to float32 operations: the grade's own bound plus the error of those operations.
-_TOLERANCE = {Grade.DIRECT: 4e-6, Grade.CLOSE: 1.2e-5, Grade.LOOSE: 2.4e-5}
+_TOLERANCE = {Grade.DIRECT: 4e-6, Grade.NEAR: 5e-6, Grade.CLOSE: 1.2e-5, Grade.LOOSE: 2.4e-5}
 _TOLERANCE_16_BIT = {torch.bfloat16: 6e-3, torch.float16: 1e-3}
 # oneDNN's names for an activation, and its parameters; a leaky_relu's slope is the layer's.
 ONEDNN_ACTIVATIONS: dict[str | None, tuple[str, list[float], str]] = {
@@ -263,11 +263,12 @@ def onednn_takes(dtype: str) -> bool:
 
 
 def admitted(algorithm: Algorithm, problem: ConvProblem, settings: Settings) -> bool:
-    """Whether it applies, is not disabled and is within the budgets."""
+    """Whether it applies, is not disabled and is within the budgets. Large tiles are, although calls that nobody
+    compares with anything do without them: a plan's result is compared with the model's own (`accuracy`)."""
     if algorithm.why_not(problem) is not None:
         return False
     try:
-        return over_budget(algorithm, problem, settings) is None
+        return over_budget(algorithm, problem, settings, least=Grade.CLOSE) is None
     except NotImplementedError:
         return False
 

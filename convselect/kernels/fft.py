@@ -90,7 +90,7 @@ class Fft(Algorithm):
         return total + 6 * max(transforms, min(kernels, plan.piece)) * plane
 
     def error_grade(self, problem: ConvProblem) -> Grade:
-        return Grade.DIRECT if problem.element_bytes == 2 else Grade.CLOSE
+        return Grade.DIRECT if problem.element_bytes == 2 else Grade.NEAR
 
     def _compute(self, a: Tensor, b: Tensor, problem: ConvProblem, params: Params) -> Tensor:
         plan = plan_of(problem, self._tile(problem, params))

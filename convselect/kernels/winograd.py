@@ -178,8 +178,9 @@ class Winograd(CAlgorithm):
     def error_grade(self, problem: ConvProblem) -> Grade:
         """Measured in float32 on normal, rectified and smooth data, 1 to 2,048 channels, all directions: the C kernels
         at most 4.6e-7 (F(2x2, 3x3)), 5.6e-7 (F(3x3, 3x3)), 1.0e-6 (F(4x4, 3x3)), 2.3e-6 (F(5x5, 3x3)), 4.1e-6 (F(6x6,
-        3x3)), 9.0e-6 (F(7x7, 3x3)), 4.0e-6 (F(4x4, 5x5)), 8.6e-6 (F(5x5, 5x5)), 9.6e-6 (F(3x3, 7x7)) and 3.4e-6 (F(4,
-        7)); at stride 2 at most 4e-7 (m = 3, 4 for 3x3, 2 for 4x4), 6e-7 (4 for 4x4) and 4e-6 (the others); native
+        3x3)), 9.0e-6 (F(7x7, 3x3)), 4.0e-6 (F(4x4, 5x5)), 8.6e-6 (F(5x5, 5x5)), 9.6e-6 (F(3x3, 7x7)); along one axis
+        2.1e-6 (F(4, 7), F(6, 5)), their weight gradients 5.1e-6, others 2.4e-6; at stride 2 at most 4e-7 (m = 3, 4 for
+        3x3, 2 for 4x4), 6e-7 (4 for 4x4), 1.4e-6 (5 for 3x3 and 5x5, 4 for 5x5 and 7x7) and 4e-6 (the others); native
         5e-8 to 5e-7: sums over channels are cut into runs of 64, over channels and depth taps of volumes into runs of
         up to 192: at most 6e-7 (m = 2), 1.3e-6 (4) and 5e-6 (6). PyTorch operations sum them in one run: 5e-6 to 8e-6
         with m = 6, above 1e-5 in a weight gradient of few products that cancel."""
@@ -189,10 +190,17 @@ class Winograd(CAlgorithm):
             return Grade.LOOSE
         if self._frail(problem) and math.prod(problem.result_shape) < _FRAIL_RESULTS:
             return Grade.LOOSE
+        taps = max(problem.R, problem.S)
         if problem.stride_h == 2:
-            points = self.m + (problem.R - 1) // 2  # of the even taps' transform
-            return Grade.DIRECT if points <= 5 else Grade.CLOSE
-        return Grade.DIRECT if self.m <= 3 and problem.R == problem.S == 3 else Grade.CLOSE
+            points = self.m + (taps - 1) // 2  # of the even taps' transform
+            return Grade.DIRECT if points <= 5 else Grade.NEAR if points <= 7 else Grade.CLOSE
+        points = self.m + taps - 1
+        if min(problem.R, problem.S) == 1:
+            longest = 8 if problem.direction == Direction.BACKWARD_WEIGHT else 10
+            return Grade.NEAR if points <= longest else Grade.CLOSE
+        if taps == 3 and self.m <= 3:
+            return Grade.DIRECT
+        return Grade.NEAR if points <= 7 and (self._in_c(problem) or self.m <= 4) else Grade.CLOSE
 
 
 @functools.cache
