@@ -309,7 +309,7 @@ def use(
         policy: "auto", "verify", "measure", "native" or an algorithm's name.
         precision: relative L2 error in float32, against float64. "exact": direct sums only, no transforms, so that
             zeros, whole numbers and signs are kept (docs/exactness.md); at most 2.5e-6, and 8 times native's own error
-            if that is more than 1e-6. "native" (the default): at most 3e-6, and 16 times native's if that is more than
+            if that is more than 1e-6. "native" (the default): at most 3e-6, and 20 times native's if that is more than
             1e-6. "fast": at most 2e-5, and 100 times native's; large Winograd tiles, 3 to 12 % more speed in networks
             of 3x3 and 5x5 layers. Weight gradients, sums over the batch and all pixels, may have twice that. 16-bit
             results are rounded once, from sums in float32. A frozen model has large tiles where its results allow it.
