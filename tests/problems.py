@@ -15,6 +15,7 @@ PROBLEMS: dict[str, ConvProblem] = {
     "3x3 many channels": conv_problem(1, 64, 14, 14, 48, 3, 3, padding=1),
     "3x3 odd image": conv_problem(3, 6, 13, 17, 10, 3, 3, padding=1),
     "one pixel": conv_problem(3, 4, 1, 1, 5, 3, 3, padding=1),
+    "1x1 of few pixels": conv_problem(5, 6, 2, 3, 4, 1, 1),
     "one pixel 1x1": conv_problem(1, 7, 1, 1, 3, 1, 1),
     "one channel": conv_problem(2, 1, 10, 8, 4, 3, 3, padding=1),
     "one output channel": conv_problem(2, 4, 10, 8, 1, 3, 3, padding=1),

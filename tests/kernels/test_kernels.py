@@ -151,6 +151,7 @@ LARGER = {
     "3x3 one large image": conv_problem(1, 32, 112, 112, 32, 3, 3, padding=1),
     "3x3 many channels": conv_problem(1, 256, 7, 7, 256, 3, 3, padding=1),
     "1x1": conv_problem(4, 64, 28, 28, 128, 1, 1),
+    "1x1 of few pixels": conv_problem(64, 512, 1, 3, 512, 1, 1),
     "1x1 stride 2": conv_problem(4, 64, 28, 28, 128, 1, 1, stride=2),
     "stem": conv_problem(2, 3, 112, 112, 32, 7, 7, stride=2, padding=3),
     "patch": conv_problem(2, 3, 112, 112, 48, 4, 4, stride=4),
