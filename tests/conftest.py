@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 import types
@@ -60,7 +61,10 @@ def _same_start():
     torch.set_num_threads(threads)
 
 
-LONG = {"test_csrc_memory.py", "test_csrc.py", "test_compile.py", "test_collect.py", "test_opinfo.py"}
+LONG = {
+    "test_csrc_memory.py", "test_compile.py", "test_collect.py", "test_malformed.py", "test_examples.py", "test_ops.py",
+    "test_opinfo.py", "test_cases.py",
+}  # fmt: skip
 
 
 def _names(function, namespace: dict, seen: set) -> set[str]:
@@ -76,6 +80,13 @@ def _names(function, namespace: dict, seen: set) -> set[str]:
         if isinstance(helper, types.FunctionType) and helper.__globals__ is namespace:
             found |= _names(helper, namespace, seen)
     return found
+
+
+def pytest_collection_finish():
+    """What there is by now, twelve thousand tests and all they import, stays: no garbage collection looks through it
+    again. One that does takes about a second, and tests ask for a hundred."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import pickle
 import re
-import subprocess
-import sys
 import textwrap
 import warnings
 
+import fresh
 import pytest
 import torch
 import torch.nn.functional as F
@@ -56,12 +56,7 @@ def both(stock, mine, x, limit=LIMIT, what=""):
 
 def python(code, **environment):
     """Run code in a fresh interpreter; (standard output, standard error)."""
-    import os
-
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True, text=True, timeout=120, check=False, env={**os.environ, **environment},
-    )  # fmt: skip
+    result = fresh.run(["-c", textwrap.dedent(code)], env={**os.environ, **environment})
     assert result.returncode == 0, result.stderr
     return result.stdout, result.stderr
 

@@ -25,7 +25,7 @@ used = int(open("/proc/self/statm").read().split()[0]) * 4096
 resource.setrlimit(resource.RLIMIT_AS, (used + {mib} * 2**20,) * 2)
 passed = 0
 with torch.no_grad():
-    for _ in range(6):
+    for _ in range(3):
         try:
             layer(x)
             passed += 1
