@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
+import shutil
 import tempfile
 import types
 
@@ -14,6 +16,20 @@ from convselect.base import settings, warnings
 from convselect.kernels.triton import launch
 from convselect.store import extension
 
+
+def _folder() -> str:
+    """A folder that is there until this process ends, in memory if it is roomy and libraries can be loaded from it.
+    SQLite waits for a disk at every commit; what tests kill are processes, and the kernel keeps what these wrote."""
+    try:
+        found = os.statvfs("/dev/shm")
+        usable = found.f_bavail * found.f_frsize >= 4 << 30 and not found.f_flag & os.ST_NOEXEC
+    except OSError:
+        usable = False
+    made, owner = tempfile.mkdtemp(prefix="convselect-tests-", dir="/dev/shm" if usable else None), os.getpid()
+    atexit.register(lambda: os.getpid() == owner and shutil.rmtree(made, ignore_errors=True))
+    return made
+
+
 # What the user has calibrated or stored must not decide what tests see; processes that tests start inherit this.
 # And what is chosen must not depend on a clock: trials on real calls, the default, have tests of their own. (All others
 # may be run under them as well: CONVSELECT_TEST_POLICY=verify.)
@@ -22,7 +38,7 @@ settings.set_defaults(os.environ["CONVSELECT_POLICY"])  # pytest's own configura
 # Given once per process, so by whichever test exports first; test_interplay.py has one of its own for it.
 warnings._given.add("export")
 _built = extension.found()
-os.environ["CONVSELECT_CACHE"] = tempfile.mkdtemp(prefix="convselect-tests-")
+os.environ["CONVSELECT_CACHE"] = _folder()
 if _built is not None:  # for the processes that tests start
     os.symlink(_built, os.path.join(os.environ["CONVSELECT_CACHE"], _built.name))
 # Threads wait for others asleep: beside another worker's tests, spinning costs several times what they compute. (OpenMP
@@ -80,6 +96,11 @@ def _names(function, namespace: dict, seen: set) -> set[str]:
         if isinstance(helper, types.FunctionType) and helper.__globals__ is namespace:
             found |= _names(helper, namespace, seen)
     return found
+
+
+def pytest_configure(config):
+    if config.option.basetemp is None:  # neither given nor, in a worker, that of all
+        config.option.basetemp = os.path.join(_folder(), "tests")
 
 
 def pytest_collection_finish():

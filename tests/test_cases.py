@@ -17,6 +17,7 @@ import textwrap
 import types
 import warnings
 
+import fresh
 import pytest
 import torch
 import torch.nn.functional as F
@@ -651,7 +652,7 @@ def test_b76_weight_at_an_odd_address_and_expanded_operands(policy):
     ):
         if applies(policy, x, weight, padding=1):
             both(policy, x, weight, padding=1)
-    gc.collect()
+    gc.collect(1)
 
 
 # ---- compilers, processes, files ---------------------------------------------------------------------------------
@@ -747,20 +748,40 @@ def test_b71_importing_and_building_starts_no_threads_and_a_fork_after_use_works
     assert result.returncode == 0, result.stderr[-2000:]
 
 
-_WRITER = """
-import sys
+_WRITERS = """
+import os, signal, sys
 from convselect.model.dataset import Row
 from convselect.base.problem import conv_problem
 from convselect.store.store import Store
-path, worker = sys.argv[1], int(sys.argv[2])
-with Store(path) as store:
-    environment = store.environment({"device": "cpu"})
-    for i in range(50):
-        problem = conv_problem(1, 3, 8 + i, 8 + worker, 4, 3, 3)
-        row = Row("b72", problem, "native", 1, "ok", "wall", min_us=1.0, median_us=1.0, p20_us=1.0, p80_us=1.0,
-                  wall_us=1.0, rounds=1, repeat=0)
-        store.add(environment, [row], pool="p")
-        print(i, flush=True)
+
+def write(worker, told):
+    with Store(sys.argv[1]) as store:
+        environment = store.environment({"device": "cpu"})
+        for i in range(50):
+            problem = conv_problem(1, 3, 8 + i, 8 + worker, 4, 3, 3)
+            row = Row("b72", problem, "native", 1, "ok", "wall", min_us=1.0, median_us=1.0, p20_us=1.0, p80_us=1.0,
+                      wall_us=1.0, rounds=1, repeat=0)
+            store.add(environment, [row], pool="p")
+            if told is not None:
+                os.write(told, b".")
+
+children, (heard, told) = [], os.pipe()
+for worker in range(8):
+    children.append(os.fork())
+    if children[-1] == 0:
+        try:
+            write(worker, told)
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+            os._exit(1)
+        os._exit(0)
+    if worker == 0:
+        os.close(told)
+        told = None
+for _ in range(5):
+    os.read(heard, 1)  # at once if the worker has ended
+os.kill(children[0], signal.SIGKILL)
+print(*(os.waitpid(child, 0)[1] for child in children[1:]))
 """
 
 
@@ -768,15 +789,8 @@ def test_b72_eight_writers_one_of_them_killed(tmp_path):
     """No entry lost, none half written; what is then damaged or foreign is refused, not read."""
     path = tmp_path / "times.sqlite"
     Store(path).close()
-    workers = [
-        subprocess.Popen([sys.executable, "-c", _WRITER, path, str(i)], stdout=subprocess.PIPE, text=True)
-        for i in range(8)
-    ]
-    for _ in range(5):
-        workers[0].stdout.readline()
-    workers[0].kill()
-    written = [worker.communicate(timeout=280)[0].split() for worker in workers]
-    assert [len(lines) for lines in written[1:]] == [50] * 7
+    done = fresh.run(["-c", _WRITERS, str(path)], timeout=280)
+    assert done.stdout.split() == ["0"] * 7, done.stderr
     with Store(path) as store:
         widths = [row.problem.W for row in store.rows()]
     assert all(widths.count(8 + i) == 50 for i in range(1, 8))
@@ -805,9 +819,7 @@ def test_b73_the_layer_works_without_a_usable_folder_of_the_user(home, tmp_path)
         "        convselect.SelectedConv2d(3, 4, 3)(torch.randn(1, 3, size, 8)).sum().backward()\n"
         "assert sum(issubclass(w.category, convselect.ConvselectWarning) for w in caught) <= 1\n"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False, env=environment
-    )
+    result = fresh.run(["-c", code], env=environment)
     assert result.returncode == 0, result.stderr[-2000:]
     assert not (blocked / "cache").exists()  # using a layer writes nothing
 

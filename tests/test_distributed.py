@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import textwrap
 import threading
 from pathlib import Path
 
+import fresh
 import pytest
 import torch
 import torch.distributed as dist
@@ -46,34 +48,50 @@ def inputs(i):
     return torch.randn(2, 3, 10, 10, generator=torch.Generator().manual_seed(10 * i + rank))
 """
 
+# The ranks are forks of a process that has imported torch and nothing else.
+TOGETHER = """
+import json, os, runpy, sys, traceback
+children = []
+for rank, own in enumerate(json.loads(sys.argv[2])):
+    children.append(os.fork())
+    if children[-1] == 0:
+        os.environ.update(own)
+        for number, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(f"{rank}.{name}", os.O_WRONLY | os.O_CREAT), number)
+        status = 1
+        try:
+            runpy.run_path(sys.argv[1], run_name="__main__")
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]))
+"""
+
 
 def ranks(code: str, tmp_path: Path, world: int = 2, **environment: str) -> list[str]:
     """Run a program on `world` ranks; returns what each of them printed."""
     program = tmp_path / "rank.py"
     program.write_text(PREAMBLE + textwrap.dedent(code) + "\ndist.barrier()\ndist.destroy_process_group()\n")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    workers = []
+    each = []
     for rank in range(world):
         own = {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-        path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
         # The store of this process is the rendezvous: no port is guessed, and no rank has to be the first.
-        own |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment}
+        own |= {"TORCHELASTIC_USE_AGENT_STORE": "True", **environment}
         if rank == 0 and "RANK_0_ARTIFACT" in own:
             own["CONVSELECT_ARTIFACT"] = own.pop("RANK_0_ARTIFACT")
-        workers.append(
-            subprocess.Popen(
-                [sys.executable, str(program)], env={**os.environ, **own}, text=True,
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            )
-        )  # fmt: skip
-    try:
-        results = [worker.communicate(timeout=200) for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    for worker, (_, err) in zip(workers, results, strict=True):
-        assert worker.returncode == 0, err[-3000:]
-    return [out for out, _ in results]
+        each.append(own)
+    path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    together = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    done = fresh.run(["-c", TOGETHER, str(program), json.dumps(each)], cwd=tmp_path, env=together, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [0] * world, [
+        (tmp_path / f"{rank}.err").read_text()[-3000:] for rank in range(world)
+    ]
+    return [(tmp_path / f"{rank}.out").read_text() for rank in range(world)]
 
 
 # ---- training on two ranks --------------------------------------------------------------------------------------

@@ -12,10 +12,9 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import fresh
 import pytest
 from places import ROOT
 
@@ -90,7 +89,7 @@ def run_from_root(code: str, *path: Path) -> str:
     """What a program prints that is run by `python -c` in the repository's root, with folders put on its path."""
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONSAFEPATH")}
     environment |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(map(str, path)), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = fresh.run(["-c", code], cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

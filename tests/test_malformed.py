@@ -7,11 +7,11 @@ import math
 import os
 import random
 import sqlite3
-import subprocess
 import sys
 import textwrap
 import warnings
 
+import fresh
 import malformed
 import numpy as np
 import pytest
@@ -119,9 +119,7 @@ def test_without_msgspec_nothing_is_read_and_nothing_raises(tmp_path):
         **os.environ, "CONVSELECT_STORE": str(tmp_path / "s.sqlite"), "CONVSELECT_POLICY": "verify",
         "PYTHONPATH": os.pathsep.join(sys.path),
     }  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], env=environment, capture_output=True, text=True, timeout=100
-    )
+    done = fresh.run(["-c", textwrap.dedent(code)], env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
 import sys
 import textwrap
 import warnings
 
+import fresh
 from places import TESTS
 from stores import numbered
 
@@ -96,9 +96,6 @@ def in_a_process(code, **environment):
     env = {k: v for k, v in os.environ.items() if k not in ("CONVSELECT_CACHE", "CONVSELECT_STORE", "XDG_CACHE_HOME")}
     env |= {"PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
     env = {k: v for k, v in {**env, **environment}.items() if v is not None}
-    result = subprocess.run(
-        [sys.executable, "-W", "error::ResourceWarning", "-c", textwrap.dedent(head) + textwrap.dedent(code)],
-        capture_output=True, text=True, timeout=120, env=env,
-    )  # fmt: skip
+    result = fresh.run(["-W", "error::ResourceWarning", "-c", textwrap.dedent(head) + textwrap.dedent(code)], env=env)
     assert result.returncode == 0, result.stderr[-3000:]
     return result.stdout
