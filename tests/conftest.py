@@ -83,6 +83,9 @@ LONG = {
 }  # fmt: skip
 
 
+STARTS_PYTHON = {"subprocess", "multiprocessing", "fresh", "in_a_process", "outcomes"}
+
+
 def _names(function, namespace: dict, seen: set) -> set[str]:
     """The names that a function's code mentions, and those that functions of its own module do which it mentions."""
     codes, found = [function.__code__], set()
@@ -120,6 +123,6 @@ def pytest_collection_modifyitems(items):
         for function in (item.function, *fixtures):
             if function.__module__ == item.module.__name__ and function not in known:
                 names = _names(function, vars(item.module), set())
-                known[function] = not names.isdisjoint({"subprocess", "multiprocessing", "fresh", "in_a_process"})
+                known[function] = not names.isdisjoint(STARTS_PYTHON)
             if known.get(function):
                 item.add_marker("process")
