@@ -25,6 +25,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import fresh
 import torch
 from activations import ACTIVATIONS, SLOPE
 from problems import PROBLEMS, operands_of, random_operands
@@ -550,15 +551,17 @@ def run(environment: dict[str, str] | None = None, **spec: Any) -> dict[str, int
 
 def run_all(specs: dict[str, dict[str, Any]], environment: dict[str, str] | None = None) -> dict[str, dict[str, int]]:
     """Several such runs, by name, in one process, which takes seconds to start."""
+    # Threads sleep while they wait (conftest.py): the machine may have fewer cores than a case has threads.
+    environment = {**os.environ, **(environment or {})}
     with tempfile.NamedTemporaryFile() as progress:
-        child = subprocess.run(
-            [sys.executable, __file__, json.dumps([{**spec, "progress": progress.name} for spec in specs.values()])],
-            # Threads sleep while they wait: the machine may have fewer cores than a case has threads.
-            env={**os.environ, "OMP_WAIT_POLICY": "passive", **(environment or {})},
-            capture_output=True,
-            text=True,
-            timeout=800,
-        )
+        given = json.dumps([{**spec, "progress": progress.name} for spec in specs.values()])
+        if "LD_PRELOAD" in environment:
+            command = [sys.executable, __file__, given]
+            child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800)
+        else:
+            environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+            code = "import json, sys, _guarded; _guarded.main(json.loads(sys.argv[1]))"
+            child = fresh.run(["-c", code, given], env=environment, timeout=800)
         case = Path(progress.name).read_text().strip()
     if child.returncode != 0:
         how = signal.Signals(-child.returncode).name if child.returncode < 0 else f"exit status {child.returncode}"

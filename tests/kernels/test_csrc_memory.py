@@ -11,7 +11,7 @@ from pathlib import Path
 
 import _guarded
 import pytest
-from test_csrc import CC, ENTRIES, KERNELS, ROOT, SHARED, command, current_library
+from test_csrc import CC, ENTRIES, KERNELS, NOT_INLINE, ROOT, SHARED, command, current_library
 
 from convselect.kernels import _library
 
@@ -118,12 +118,13 @@ def sanitized(tmp_path_factory) -> dict[str, str]:
     runtimes = [command(*CC, f"-print-file-name={name}").stdout.strip() for name in ("libasan.so", "libubsan.so")]
     if not all(os.path.isabs(path) for path in runtimes):
         pytest.skip("the compiler has no sanitizer runtime")
-    # -Og compiles in half the time of -O1. Null pointers and ends of objects are the address sanitizer's as well.
-    # The units are one source for three widths of vectors: arithmetic is looked at in one of them, a minute less.
+    # -Og compiles in half the time of -O1, and inlining would compile, and check, the same lines again and again.
+    # Null pointers and ends of objects are the address sanitizer's as well. The units are one source for three widths
+    # of vectors: arithmetic is looked at in one of them.
     undefined = ("-fsanitize=undefined", "-fno-sanitize=null,object-size")
     library = compiled(
         tmp_path_factory.mktemp("sanitized"),
-        "-Og", "-g1", "-fsanitize=address", "-fno-sanitize-recover=all",
+        "-Og", "-g1", "-fno-inline", NOT_INLINE, "-fsanitize=address", "-fno-sanitize-recover=all",
         without=("-O3", "-g0"), of=dict.fromkeys((*SHARED, "isa_base"), undefined),
     )  # fmt: skip
     return {
