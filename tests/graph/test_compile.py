@@ -391,12 +391,12 @@ def shallow(name: str, model: nn.Module) -> nn.Module:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("name", "dynamic"),
-    [*((name, False) for name in NETWORKS), ("convnext_tiny", True), ("unet", True)],  # others dynamic: below
+    [*((name, False) for name in NETWORKS), ("unet", True)],  # another dynamic one: below
 )
 def test_networks_equal_eager(name, dynamic):
     """Forward and a training step, one full graph by aot_eager; the automatic choice is "direct" if that applies."""
     stock, x = network(name)
-    if dynamic or name == "mobilenet_v2":
+    if name != "resnet18":  # one from end to end
         stock = shallow(name, stock)
     reference = copy.deepcopy(stock)  # batch normalisation keeps running sums
     with favouring("direct"):
@@ -417,14 +417,9 @@ def test_networks_equal_eager(name, dynamic):
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("name", "dynamic"),
-    [
-        *((name, None) for name in NETWORKS),
-        ("resnet18", True),
-    ],
-)
+@pytest.mark.parametrize(("name", "dynamic"), [("resnet18", None), ("convnext_tiny", None), ("resnet18", True)])
 def test_networks_have_as_many_graphs_as_conv2d(name, dynamic):
+    """Depthwise layers and others. Which layers a network has otherwise does not matter: guards are on their marks."""
     stock, x = network(name)
     stock = shallow(name, stock)
     counts = []
@@ -714,7 +709,9 @@ def test_ahead_of_time_inductor(tmp_path):
     stock = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3, stride=2)).eval()
     x = torch.randn(2, 3, 24, 23)
     batch = torch.export.Dim("batch", min=1, max=64)
-    with favouring("winograd2"), torch.no_grad():
+    # Not what compiling many models would be quickest with, but one.
+    quick = {"aot_inductor.precompile_headers": False, "aot_inductor.compile_wrapper_opt_level": "O0"}
+    with favouring("winograd2"), torch.no_grad(), torch._inductor.config.patch(quick):
         program = torch.export.export(converted(stock), (x,), dynamic_shapes=({0: batch},))
         assert OURS in {str(n.target) for n in program.graph.nodes}
         package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))

@@ -151,8 +151,8 @@ def test_the_three_directions_are_atens(family, name, layout):
 
 
 COMPILED = [
-    "3x3 uneven padding", "one pixel", "one channel", "1x1 stride 2", "stride 2 leaves a rest", "patch 4x4",
-    "dilation (3, 1)", "groups 2", "depthwise multiplier 2", "even kernel, same, dilated", "one row",
+    "3x3 uneven padding", "one pixel", "1x1 stride 2", "stride 2 leaves a rest", "depthwise multiplier 2",
+    "even kernel, same, dilated",
 ]  # fmt: skip
 
 
@@ -403,15 +403,16 @@ OTHER_GRADIENTS = [
     ],
 )
 def test_gradients_of_gradients(family, p, names):
-    family = FAMILIES[family]
+    """Each element of the Jacobians if the graph names all three directions, else random projections of them."""
+    fast, family = names != ("im2col_gemm",) * 3, FAMILIES[family]
     with convselect.use("im2col_gemm"):
         (op, forward), *backward = calls(p, settings="", family=family)
-        assert gradcheck(lambda *t: op(*t, *geometry(p, family), *names), forward[:3])
-        assert gradgradcheck(lambda *t: op(*t, *geometry(p, family), *names), forward[:3])
+        assert gradcheck(lambda *t: op(*t, *geometry(p, family), *names), forward[:3], fast_mode=fast)
+        assert gradgradcheck(lambda *t: op(*t, *geometry(p, family), *names), forward[:3], fast_mode=fast)
         for op, arguments in backward:
             rest = (*arguments[2:-2], names[0], "")
-            assert gradcheck(lambda a, b, op=op, rest=rest: op(a, b, *rest), arguments[:2])
-            assert gradgradcheck(lambda a, b, op=op, rest=rest: op(a, b, *rest), arguments[:2])
+            assert gradcheck(lambda a, b, op=op, rest=rest: op(a, b, *rest), arguments[:2], fast_mode=fast)
+            assert gradgradcheck(lambda a, b, op=op, rest=rest: op(a, b, *rest), arguments[:2], fast_mode=fast)
 
 
 @pytest.mark.parametrize("mask", [(True, False, False), (False, True, False), (False, False, True)])
