@@ -380,8 +380,8 @@ def network(name: str) -> tuple[nn.Module, Tensor]:
 
 def shallow(name: str, model: nn.Module) -> nn.Module:
     """One block of each kind: tracing takes its time per layer, and minutes in deep networks with symbolic sizes."""
-    if name == "unet":  # two levels below the first
-        model.inward, model.up, model.outward = model.inward[:3], model.up[-2:], model.outward[-2:]
+    if name == "unet":  # one level below the first
+        model.inward, model.up, model.outward = model.inward[:2], model.up[-1:], model.outward[-1:]
         return model
     blocks = [b for a, b in zip((None, *model), model, strict=False) if repr(a) != repr(b)]
     # Later blocks are only wider: up to the second stage, the first one after a halving.
