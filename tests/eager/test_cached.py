@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from _parity import in_python
 from fresh import run
 from kinds import CASES, CONV1D, CONV2D, KINDS
+from pairs import pairs
 
 import convselect
 from convselect.base import lru
@@ -84,6 +85,14 @@ def assert_equal(got, expected):
             torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
+NOTHING, EVERYTHING = (False,) * 3, (True,) * 3
+CASES_OF_CALLS = pairs(
+    (torch.float32, torch.bfloat16), ("contiguous", "moved"),
+    (NOTHING, EVERYTHING, (False, True, True), (True, False, False), (False, False, True)),
+)  # fmt: skip
+"""(dtype, layout, wanted gradients)."""
+
+
 @pytest.mark.parametrize(("kind", "case"), CASES, ids=str)
 def test_the_same_bits_and_strides(kind, case):
     """Of every algorithm in C and of native, for operands in several layouts and every set of wanted gradients."""
@@ -94,23 +103,16 @@ def test_the_same_bits_and_strides(kind, case):
         if rng.random() < 0.3:
             operands[2] = None
         for name in ("native", *fitting(kind, operands, arguments)):
-            for layout in ("contiguous", "moved"):
+            for layout, wanted in (row[1:] for row in CASES_OF_CALLS if row[0] == dtype):
                 x = operands[0]
                 if layout == "moved":
                     channel = x.dim() - kind.dimensions - 1
                     x = x.movedim(channel, -1).contiguous().movedim(-1, channel)
-                for wanted in (
-                    (False,) * 3,
-                    (True,) * 3,
-                    (False, True, True),
-                    (True, False, False),
-                    (False, False, True),
-                ):
-                    given = (x, operands[1], operands[2])
-                    with in_python():
-                        expected = step(kind, given, arguments, name, wanted)
-                    for _ in range(CALLS):
-                        assert_equal(step(kind, given, arguments, name, wanted), expected)
+                given = (x, operands[1], operands[2])
+                with in_python():
+                    expected = step(kind, given, arguments, name, wanted)
+                for _ in range(CALLS):
+                    assert_equal(step(kind, given, arguments, name, wanted), expected)
             one = torch.ones((), dtype=dtype)  # as the gradient of a sum: one value, expanded
             with in_python():
                 expected = step(kind, operands, arguments, name, (True,) * 3, one)

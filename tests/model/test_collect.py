@@ -15,6 +15,7 @@ from pathlib import Path
 import fresh
 import pytest
 from clocks import NATIVE, TINY, Like, raises
+from commands import outcomes
 
 from convselect.base import timing
 from convselect.base.problem import conv_problem
@@ -214,6 +215,10 @@ LAYERS = (
 )
 
 
+AS_STARTED = "--no-malloc-tuning"
+"""Else a command starts Python a second time, which takes longer than most of these measure; one below does."""
+
+
 def command(*arguments, **options):
     return fresh.run(["-m", "convselect.cli.main", *map(str, arguments)], **options)
 
@@ -221,7 +226,7 @@ def command(*arguments, **options):
 def test_the_command_measures_goes_on_and_trains(tmp_path: Path):
     layers, out = tmp_path / "layers.csv", tmp_path / "s.sqlite"
     layers.write_text(LAYERS)
-    arguments = ["collect", layers, "--out", out, "--count", 70, "--dtype", "float32", "--repeat", 0.1]
+    arguments = ["collect", layers, "--out", out, "--count", 40, "--dtype", "float32", "--repeat", 0.1, AS_STARTED]
     done = command(*arguments)
     assert done.returncode == 0, done.stderr
     assert re.search(r"(\d+) problems measured into .*s.sqlite, (\d+) of them twice; 0 were there already", done.stdout)
@@ -250,7 +255,7 @@ def test_the_command_measures_a_models_own_calls(tmp_path: Path):
         "from torch import nn\n\ndef net():\n    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 1))\n"
     )
     where = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}}
-    own = ["collect", "--model", "mine:net", "--input", "2,3,8,8", "--repeat", 0]
+    own = ["collect", "--model", "mine:net", "--input", "2,3,8,8", "--repeat", 0, AS_STARTED]
     done = command(*own, "--out", "s.sqlite", **where)
     assert done.returncode == 0, done.stderr
     assert "5 problems measured" in done.stdout  # two forward, two weight gradients, one data gradient
@@ -265,28 +270,12 @@ REFUSED = {
     "dtype must be one of": ["layers.csv", "--dtype", "int8"],
     "one of --workers": ["layers.csv", "--workers", "1", "--scheduler", "tcp://x:1"],
 }
-# In one process: starting costs far more than refusing.
-REFUSING = """
-import contextlib, io, json, sys
-from convselect.cli.main import main
-for arguments in json.loads(sys.argv[1]):
-    sys.argv[1:] = ["collect", *arguments, "--out", "s.sqlite"]
-    said, status = io.StringIO(), 0
-    with contextlib.redirect_stderr(said):
-        try:
-            main()
-        except SystemExit as end:
-            status = end.code
-    print(json.dumps([status, said.getvalue()]))
-"""
 
 
 def test_the_command_refuses_with_one_line(tmp_path):
     (tmp_path / "layers.csv").write_text(LAYERS)
-    done = fresh.run(["-c", REFUSING, json.dumps([*REFUSED.values()])], cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    for message, line in zip(REFUSED, done.stdout.splitlines(), strict=True):
-        status, said = json.loads(line)
+    lines = [["collect", *arguments, "--out", "s.sqlite"] for arguments in REFUSED.values()]
+    for message, (status, said) in zip(REFUSED, outcomes(lines, tmp_path), strict=True):
         assert status == 2
         assert message in said
         assert "Traceback" not in said
@@ -297,6 +286,7 @@ def test_a_stopped_command_can_be_gone_on_with(tmp_path, how):
     (tmp_path / "layers.csv").write_text(LAYERS)
     out = tmp_path / "s.sqlite"
     line = [sys.executable, "-m", "convselect.cli.main", "collect", "layers.csv", "--out", str(out), "--repeat", "0"]
+    line += [AS_STARTED] if how == signal.SIGKILL else []
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     # A shell starts background jobs, and with them all that they start, deaf to SIGINT; a terminal does not.
     process = subprocess.Popen(
@@ -327,10 +317,23 @@ def test_the_commands_own_workers_keep_malloc_as_it_is(tmp_path):
     pytest.importorskip("distributed")
     (tmp_path / "layers.csv").write_text(LAYERS)
     out = tmp_path / "s.sqlite"
-    arguments = ["layers.csv", "--count", 4, "--random", 0, "--dtype", "float32", "--repeat", 0, "--workers", 2]
+    arguments = [
+        "layers.csv",
+        "--count",
+        4,
+        "--random",
+        0,
+        "--dtype",
+        "float32",
+        "--repeat",
+        0,
+        "--workers",
+        2,
+        AS_STARTED,
+    ]
     # Dask leaves its settings behind in the environment of every process that starts workers, this one included.
     plain = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-    done = command("collect", *arguments, "--no-malloc-tuning", "--out", out, cwd=tmp_path, env=plain)
+    done = command("collect", *arguments, "--out", out, cwd=tmp_path, env=plain)
     assert done.returncode == 0, done.stderr
     assert "4 problems measured" in done.stdout
     with Store(out) as store:
