@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from _parity import OTHER, algorithms_of, assert_same, assert_same_run, bound, favouring, run
 from kinds import CASES, CONV1D, KINDS, NEW, TRANSPOSED1D, TRANSPOSED2D
-from pairs import pairs
+from pairs import pairs, pairwise
 from test_parity import transforms
 from torch.autograd import gradcheck, gradgradcheck
 
@@ -212,18 +212,16 @@ def test_derivatives(kind, case):
         assert gradgradcheck(call, small, fast_mode=True)
 
 
-@pytest.mark.parametrize("kind", NEW, ids=str)
-@pytest.mark.parametrize("transform", transforms())
-def test_transforms_of_torch_func(kind, transform):
-    for case in ("plain", "groups"):
-        operands, arguments = kind.operands(case, torch.float64)
-        operands = (operands[0][..., :6], *operands[1:])
-        results = []
-        for function, favourite in ((kind.native, None), (kind.ours, GEMM)):
-            with favouring(favourite), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                results.append(transforms()[transform](functools.partial(function, **arguments), *operands))
-        torch.testing.assert_close(results[1], results[0], rtol=1e-6, atol=1e-7)
+@pairwise({"kind": NEW, "transform": list(transforms()), "case": ["plain", "groups"]})
+def test_transforms_of_torch_func(kind, transform, case):
+    operands, arguments = kind.operands(case, torch.float64)
+    operands = (operands[0][..., :6], *operands[1:])
+    results = []
+    for function, favourite in ((kind.native, None), (kind.ours, GEMM)):
+        with favouring(favourite), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            results.append(transforms()[transform](functools.partial(function, **arguments), *operands))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-6, atol=1e-7)
 
 
 # ---- what is left to PyTorch, and its errors -------------------------------------------------------------------------

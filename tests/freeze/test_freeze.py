@@ -9,9 +9,8 @@ import inspect
 import io
 import os
 import pickle
-import subprocess
-import sys
 
+import fresh
 import pytest
 import torch
 from fake_model import use_fake
@@ -352,5 +351,5 @@ def test_without_the_c_library():
         "print(*(c for row in convselect.summary(model).inputs for c in row.chosen.values()))"
     )
     environment = {**os.environ, "CONVSELECT_NO_NATIVE": "1"}
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    out = fresh.run(["-c", code], check=True, env=environment)
     assert set(out.stdout.split()) <= {"native", "onednn_packed", "gemm"}

@@ -308,13 +308,13 @@ def shared_out() -> str:
 
 
 def test_the_same_bits_from_however_many_threads_are_delivered():
-    digests = set()
-    for limit in ("1", "2", "3"):
+    digests = {shared_out()}  # by as many as are asked for
+    for limit in ("1", "2"):
         environment = {**os.environ, "OMP_THREAD_LIMIT": limit, "PYTHONPATH": os.pathsep.join(sys.path)}
         code = "import test_grouped; print(test_grouped.shared_out())"
         out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
         assert out.returncode == 0, out.stderr[-500:]
-        digests.add(out.stdout)
+        digests.add(out.stdout.strip())
     assert len(digests) == 1
 
 
