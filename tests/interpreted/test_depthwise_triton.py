@@ -6,6 +6,7 @@ import checking
 import pytest
 import torch
 from checking import check
+from pairs import pairwise
 from problems import random_operands
 from tolerances import tolerance
 
@@ -47,9 +48,7 @@ SMALL = depthwise(2, 4, 6, 9, 3, 3, padding=1)
 LAYOUTS = ("contiguous", "channels_last")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("direction", Direction)
-@pytest.mark.parametrize("name", CASES)
+@pairwise({"name": list(CASES), "direction": list(Direction), "layout": LAYOUTS})
 def test_awkward_sizes(name, direction, layout):
     check(ALGORITHM, CASES[name].with_direction(direction), layout)
 
@@ -69,9 +68,7 @@ def test_every_configuration(kernel, index):
     check(ALGORITHM, problem.with_direction(direction), LAYOUTS[layout], params=shipped[index])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("direction", Direction)
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+@pairwise({"dtype": ["float16", "bfloat16", "float64"], "direction": list(Direction), "layout": LAYOUTS})
 def test_types(dtype, direction, layout, monkeypatch):
     if dtype == "bfloat16":  # the interpreter cuts off what a GPU rounds, which is twice the error
         monkeypatch.setattr(checking, "tolerance", lambda *of: 2 * tolerance(*of))

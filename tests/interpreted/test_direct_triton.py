@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from checking import check
+from pairs import pairwise
 from problems import PROBLEMS, operands_of, random_operands
 
 from convselect.base.problem import CHANNELS_LAST, ConvProblem, Direction, conv_problem, layout_of
@@ -47,9 +48,13 @@ def test_awkward(name, direction):
     check(ALGORITHM, problem, params=_quickest(problem))
 
 
-@pytest.mark.parametrize("direction", list(Direction), ids=str)
-@pytest.mark.parametrize("weight_layout", ["contiguous", "channels_last", "expanded"])
-@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "channel_slice", "offset", "transposed"])
+@pairwise(
+    {
+        "layout": ["contiguous", "channels_last", "channel_slice", "offset", "transposed"],
+        "weight_layout": ["contiguous", "channels_last", "expanded"],
+        "direction": list(Direction),
+    }
+)
 def test_layouts(layout, weight_layout, direction):
     problem = conv_problem(1, 16, 6, 7, 24, 3, 3, stride=2, padding=1, direction=direction, dtype="float16")
     check(ALGORITHM, problem, layout, weight_layout, _quickest(problem))
@@ -96,10 +101,14 @@ BOXES = {
 }
 
 
-@pytest.mark.parametrize("direction", [Direction.FORWARD, Direction.BACKWARD_DATA], ids=str)
-@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-@pytest.mark.parametrize("name", BOXES)
+@pairwise(
+    {
+        "name": list(BOXES),
+        "dtype": ["float16", "float32"],
+        "layout": ["contiguous", "channels_last"],
+        "direction": [Direction.FORWARD, Direction.BACKWARD_DATA],
+    }
+)
 def test_descriptors(name, dtype, layout, direction):
     problem = BOXES[name]._replace(direction=direction, dtype=dtype, layout=layout)
     configs = [c for c in shipped(problem) if c["loads"] == "descriptor" and _Gather(problem, c).applies]
@@ -126,9 +135,7 @@ def test_boxes_of_pixels_waste_least_and_are_widest():
     assert _box(64, (3, 7, 7)) == (1, 8, 8)
 
 
-@pytest.mark.parametrize("splits", [2, 3])
-@pytest.mark.parametrize("stride", [1, 2])
-@pytest.mark.parametrize("direction", list(Direction), ids=str)
+@pairwise({"direction": list(Direction), "stride": [1, 2], "splits": [2, 3]})
 def test_splits(direction, stride, splits, monkeypatch):
     """Whatever the number of splits: the same sum, and the same bits in every run."""
     monkeypatch.setattr(_Gather, "_possible_splits", lambda self: [splits])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from checking import check
+from pairs import pairwise
 from problems import PROBLEMS, operands_of, random_operands
 
 from convselect.base.problem import CHANNELS_LAST, ConvProblem, Direction, conv_problem, layout_of
@@ -52,9 +53,13 @@ def test_awkward(name, direction):
     check(ALGORITHM, problem, params=_quickest(problem))
 
 
-@pytest.mark.parametrize("direction", list(Direction), ids=str)
-@pytest.mark.parametrize("weight_layout", ["contiguous", "channels_last", "expanded"])
-@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "channel_slice", "offset", "transposed"])
+@pairwise(
+    {
+        "layout": ["contiguous", "channels_last", "channel_slice", "offset", "transposed"],
+        "weight_layout": ["contiguous", "channels_last", "expanded"],
+        "direction": list(Direction),
+    }
+)
 def test_layouts(layout, weight_layout, direction):
     problem = conv_problem(1, 16, 6, 7, 24, 3, 3, stride=2, padding=1, groups=4, direction=direction, dtype="float16")
     check(ALGORITHM, problem, layout, weight_layout, _quickest(problem))
