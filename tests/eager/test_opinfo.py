@@ -48,23 +48,32 @@ def _empty_caches():
         yield
 
 
+@functools.cache
 def samples(dtype, requires_grad):
     """(x, weight, bias), keyword arguments; the operands with the strides that OpInfo gives them."""
     torch.manual_seed(0)
+    found = []
     for sample in op().sample_inputs("cpu", dtype, requires_grad=requires_grad):
         weight, bias = (*sample.args, None)[:2]
         kwargs = dict(sample.kwargs)
         if "bias" in kwargs:
             bias = kwargs.pop("bias")
-        yield (sample.input, weight, bias), kwargs
+        found.append(((sample.input, weight, bias), kwargs))
+    return found
 
 
-def compare_forced(name, operands, arguments, consumer) -> bool:
+@functools.cache
+def run_natively(dtype, requires_grad, i, mask, consumer):
+    """What every algorithm is compared with."""
+    operands, arguments = samples(dtype, requires_grad)[i]
+    return run(native, operands, mask, consumer, **arguments)
+
+
+def compare_forced(name, operands, arguments, consumer, want) -> bool:
     """Forward and both gradients of one forced algorithm against native; each direction runs or refuses in its own
     words. True if anything ran."""
     x, weight, bias = operands
     problem = problem_of(x, weight, **{k: v for k, v in arguments.items() if k != "bias"})
-    want = run(native, operands, consumer=consumer, **arguments)
     limit = bound(x.dtype, name)
     if BY_NAME[name].why_not(problem) is not None:
         with pytest.raises(NotApplicable) as raised:
@@ -110,11 +119,12 @@ def test_opinfo_samples_auto(favourite, dtype):
         # Without gradients, which is the same forward, for one of them each; which one changes with the favourite.
         alone = FLOATS[[None, *NAMES].index(favourite) % len(FLOATS)]
         for requires_grad in (False, True) if dtype == alone else (differentiable,):
-            for operands, arguments in samples(dtype, requires_grad):
+            for i, (operands, arguments) in enumerate(samples(dtype, requires_grad)):
                 mask = (requires_grad, requires_grad, requires_grad and operands[2] is not None)
                 # Complex convolution is native's on both sides; its loss would have to be real.
                 consumer = "sum" if not dtype.is_complex else "real"
-                want, got = (run(f, operands, mask, consumer, **arguments) for f in (native, ours(None)))
+                want = run_natively(dtype, requires_grad, i, mask, consumer)
+                got = run(ours(None), operands, mask, consumer, **arguments)
                 assert_same_run(got, want, limit, f"{favourite} {arguments}")
 
 
@@ -123,7 +133,11 @@ def test_opinfo_samples_auto(favourite, dtype):
 def test_opinfo_samples_forced(name, dtype):
     """The consumer alternates over samples and over element types, so every sample meets both."""
     first = FLOATS.index(dtype)
-    ran = [compare_forced(name, o, a, CONSUMERS[(first + i) % 2]) for i, (o, a) in enumerate(samples(dtype, False))]
+    ran = []
+    for i, (operands, arguments) in enumerate(samples(dtype, False)):
+        consumer = CONSUMERS[(first + i) % 2]
+        want = run_natively(dtype, False, i, (True, True, True), consumer)
+        ran.append(compare_forced(name, operands, arguments, consumer, want))
     problems = [problem_of(o[0], o[1], **a) for o, a in samples(dtype, False)]
     assert sum(ran) == sum(BY_NAME[name].why_not(p) is None for p in problems)
 
