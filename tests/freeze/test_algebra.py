@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from rewriting import randomised_norms, rewritten, traced
 from torch import fx, nn
 
-from convselect.freeze.algebra import spelling
-from convselect.freeze.algebra.constants import constant_nodes
+from convselect.freeze.algebra import spelling, writing
+from convselect.freeze.algebra.constants import constant_nodes, is_mutation
 from convselect.freeze.algebra.norms import batch_norms
 from convselect.freeze.algebra.rewrite import rewrite
 
@@ -739,7 +739,58 @@ def test_views_in_place():
         with module.graph.inserting_after(mean):
             given = module.graph.call_function(aten.as_strided_.default, (mean, [2, 4, 1, 1], list(strides)))
         mean.replace_all_uses_with(given, lambda user, given=given: user is not given)
-        assert spelling.views_in_place(module.graph) == count
+        assert writing.views_in_place(module.graph) == count
+
+
+def test_what_is_written_to_values_of_the_graph_itself():
+    """`functionalize` sees no values that come from weights alone."""
+
+    def made_of_weights(x):
+        table = F.linear(r(1, 3, 4), LIN, B)
+        return x * F.relu(table, inplace=True).sum()
+
+    module = traced(made_of_weights, X)
+    writes = [node for node in module.graph.nodes if is_mutation(node)]
+    assert {node.target for node in writes} >= {aten.relu_.default}
+    want = module(X)
+    rewrite(module.graph)
+    module.recompile()
+    assert not any(is_mutation(node) for node in module.graph.nodes)
+    assert torch.allclose(module(X), want)
+
+
+def _written(*, of_input=False, part=False, seen=False, kept=False, before=False):
+    """x.exp() * 2, the product in place, and who else looks at that memory."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = X
+
+    def call(target, *args, like=X):
+        node = graph.call_function(target, args)
+        node.meta["val"] = like
+        return node
+
+    y = x if of_input else call(aten.exp.default, x)
+    read_before = call(aten.neg.default, y) if before else None
+    name = call(aten.view.default, y, list(X.shape)) if seen else None
+    written = call(aten.slice.Tensor, y, 1, 0, 2, like=X[:, :2]) if part else y
+    z = call(aten.mul_.Tensor, written, 2, like=written.meta["val"])
+    graph.output([t for t in (z, name, y if kept else None, read_before) if t is not None])
+    return graph, z
+
+
+@pytest.mark.parametrize("how", [{}, {"before": True}])
+def test_a_write_becomes_a_new_value(how):
+    graph, z = _written(**how)
+    assert writing.writes_to_own(graph) == 1
+    assert z.target is aten.mul.Tensor
+
+
+@pytest.mark.parametrize("how", ["of_input", "part", "seen", "kept"])
+def test_a_write_that_others_see_stays(how):
+    graph, z = _written(**{how: True})
+    assert writing.writes_to_own(graph) == 0
+    assert z.target is aten.mul_.Tensor
 
 
 def test_a_node_that_does_not_say_its_shape():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from networks import distance, eager, randomised
 from rewriting import rewritten
 from torch import nn
@@ -11,7 +12,9 @@ from torch import nn
 import convselect
 
 _GENERATOR = torch.Generator().manual_seed(0)
-BIAS, KEYS_BIAS = (torch.randn(*s, dtype=torch.float64, generator=_GENERATOR) for s in ((3, 7, 7), (7,)))
+BIAS, KEYS_BIAS, PER_HEAD, WINDOWS = (
+    torch.randn(*s, dtype=torch.float64, generator=_GENERATOR) for s in ((3, 7, 7), (7,), (3, 1, 1), (2, 7, 7))
+)
 
 
 def heads(x, n=3):
@@ -58,7 +61,49 @@ def over_queries(x):
     return ((q @ k.transpose(-2, -1)).softmax(-2) @ v).transpose(1, 2).flatten(2)
 
 
+def in_five_dimensions(x, by_function=True):
+    """As Twins and NesT have it: the batch has two dimensions."""
+    q, k, v = (t[None] for t in heads(x))
+    attend = F.scaled_dot_product_attention if by_function else lambda q, k, v: (q @ k.mT).softmax(-1) @ v
+    return attend(q, k, v).transpose(2, 3).reshape(x.shape[0], x.shape[1], -1)
+
+
+def mask_of_three_dimensions(x):
+    return F.scaled_dot_product_attention(*heads(x), BIAS).transpose(1, 2).flatten(2)
+
+
+def other_value_depth(x):
+    """As MobileNetV4 has it, keys and values are those of one head for all, too."""
+    q, k, v = heads(x)
+    return F.scaled_dot_product_attention(q, k[:, :1].expand_as(k), v[:, :1, :, :3].expand(-1, 3, -1, -1))
+
+
+def shifted_windows(x):
+    """As Swin V2 has it: a scale per head, biases of positions, a mask per window."""
+    q, k, v = heads(x)
+    scores = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT * PER_HEAD.exp() + BIAS[None]
+    scores = scores.view(-1, 2, 3, 7, 7) + WINDOWS[:, None][None]
+    return (scores.view(-1, 3, 7, 7).softmax(-1) @ v).transpose(1, 2).reshape(*x.shape[:2], -1)
+
+
+def turned(x):
+    """As EfficientViT has it: channels come before tokens."""
+    q, k, v = (t.mT for t in heads(x))
+    return v @ ((q.mT @ k) * 0.3 + BIAS).softmax(-1).mT
+
+
+def one_head(x):
+    q, k, v = x.chunk(3, -1)
+    return (q @ k.mT).softmax(-1) @ v
+
+
 FUSED = {
+    "five dimensions": in_five_dimensions,
+    "five dimensions, written out": lambda x: in_five_dimensions(x, False),
+    "mask of three dimensions": mask_of_three_dimensions,
+    "other value depth": other_value_depth,
+    "turned": turned,
+    "one head": one_head,
     "bias": attend,
     "no bias": lambda x: attend(x, None),
     "bias of keys": lambda x: attend(x, KEYS_BIAS),
@@ -69,6 +114,9 @@ FUSED = {
 KEPT = {
     "weights returned": read_twice,
     "softmax over queries": over_queries,
+    "a factor of the scores and their bias": lambda x: attend(x, between=lambda s: s * 0.5),
+    "rows for columns": lambda x: (h := heads(x))[2].mT @ (h[0] @ h[1].mT).softmax(-1),
+    "a factor per query": lambda x: attend(x, None, BIAS[:, :, :1]),
     "an activation between": lambda x: attend(x, between=torch.relu),
     "heads not put together": lambda x: torch.matmul((h := heads(x))[0] @ h[1].mT, h[2]),
 }
@@ -82,6 +130,21 @@ def test_written_out_attention_is_one_call(name, batch):
     assert applied["attentions"] == 1
     assert left["scaled_dot_product_attention"] == 1
     assert not {"bmm", "_softmax"} & left.keys()
+
+
+def test_windows_with_masks_of_their_own():
+    x = torch.randn(4, 7, 36, dtype=torch.float64, generator=_GENERATOR)
+    left, applied = rewritten(shifted_windows, x)
+    assert applied["attentions"] == 1
+    assert not {"bmm", "_softmax"} & left.keys()
+
+
+def test_numbers_and_copies_of_operands_go():
+    """PyTorch multiplies q and k with the root of the scale each, and copies what is no matrix in memory."""
+    x = torch.randn(2, 7, 36, dtype=torch.float64, generator=_GENERATOR)
+    left, _ = rewritten(in_five_dimensions, x)
+    assert left["scaled_dot_product_attention"] == 1
+    assert not {"mul", "clone", "_safe_softmax"} & left.keys()
 
 
 @pytest.mark.parametrize("name", KEPT)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from torch import fx
 
-from convselect.freeze.algebra import spelling
+from convselect.freeze.algebra import spelling, writing
 from convselect.freeze.algebra.activations import activations, gates
 from convselect.freeze.algebra.attention import attentions
 from convselect.freeze.algebra.bench import dead_code
@@ -64,7 +64,8 @@ def rewrite(graph: fx.Graph) -> dict[str, int]:
         ValueError: if a value has no `meta["val"]`.
     """
     counts: Counter[str] = Counter()
-    counts["views_in_place"] = spelling.views_in_place(graph)
+    counts["views_in_place"] = writing.views_in_place(graph)
+    counts["writes_to_own"] = writing.writes_to_own(graph)
     if not any(is_mutation(node) for node in graph.nodes):
         without = 0  # rules in a row that did not apply
         for rule in itertools.islice(itertools.cycle(RULES), _ROUNDS * len(RULES)):

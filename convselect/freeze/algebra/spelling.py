@@ -24,7 +24,7 @@ from convselect.freeze.algebra.layers import CONV
 from convselect.freeze.algebra.passing import VIEWS
 
 # Their results share memory with their first argument, so a reader of one may be a reader of the other.
-_ALIASES = (
+ALIASES = (
     *VIEWS, aten.alias.default, aten.detach.default, aten.expand.default, aten.permute.default, aten.transpose.int,
     aten.t.default, aten.slice.Tensor, aten.select.int, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default,
     aten.unsqueeze.default, aten.as_strided.default,
@@ -34,40 +34,9 @@ _PADS = (
     aten.replication_pad1d.default, aten.replication_pad2d.default,
 )  # fmt: skip
 _CASTS = (aten._to_copy.default,)
-_DROPOUTS = (
+DROPOUTS = (
     aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default, aten.feature_alpha_dropout.default,
 )  # fmt: skip
-
-
-def views_in_place(graph: fx.Graph) -> int:
-    """Calls that change the shape or strides of a tensor in place, as calls that return a view: neither writes.
-
-    PyTorch's own functions leave them in a graph: `linear` squeezes, and a mean chooses strides for dimensions of size
-    1, an `as_strided_` that changes nothing. Left alone if somebody else reads the tensor.
-    """
-    count = 0
-    for node in list(graph.nodes):
-        source: Any = node.args[0] if node.args else None
-        if node.target is aten.as_strided_.default and _keeps_strides(node):
-            node.replace_all_uses_with(source)
-            graph.erase_node(node)
-            count += 1
-        elif node.target in _IN_PLACE and len(source.users) == 1 and source.op == "call_function":
-            node.target = _IN_PLACE[node.target]
-            count += 1
-    return count
-
-
-_IN_PLACE: dict[Any, Any] = {
-    aten.squeeze_.default: aten.squeeze.default, aten.squeeze_.dim: aten.squeeze.dim, aten.t_.default: aten.t.default,
-    aten.unsqueeze_.default: aten.unsqueeze.default, aten.transpose_.default: aten.transpose.int,
-}  # fmt: skip
-
-
-def _keeps_strides(node: Node) -> bool:
-    source: Any = node.args[0]
-    (size, stride), offset = arguments(node)[1:3], argument(node, 3, "storage_offset")
-    return tuple(size) == shape(source) and offset in (None, 0) and same_strides(source, tuple(stride))
 
 
 def identities(graph: fx.Graph) -> int:
@@ -101,7 +70,7 @@ def _returned(output: Node) -> set[Node]:
         node = todo.pop()
         if node not in found:
             found.add(node)
-            if node.target in (*_ALIASES, operator.getitem, aten.split.Tensor, aten.unbind.int, *_DROPOUTS):
+            if node.target in (*ALIASES, operator.getitem, aten.split.Tensor, aten.unbind.int, *DROPOUTS):
                 todo.extend(node.all_input_nodes)
     return found
 
@@ -115,7 +84,7 @@ def _may_vanish(node: Node, source: Node, output: Node, returned: set[Node]) -> 
         return True
     # A view or dropout of what the graph made itself is as good as that, unless the same tensor is returned twice.
     fresh = source.op == "call_function" and source not in output.all_input_nodes
-    return fresh and (node.target in _ALIASES or node.target in _DROPOUTS)
+    return fresh and (node.target in ALIASES or node.target in DROPOUTS)
 
 
 def _unchanged(node: Node) -> Node | None:
@@ -126,7 +95,7 @@ def _unchanged(node: Node) -> Node | None:
     source: Any = args[0] if args else None
     if not isinstance(source, Node):
         return _neutral(node)
-    if target in _DROPOUTS:
+    if target in DROPOUTS:
         same = argument(node, 2, "train") is False or argument(node, 1, "p") == 0
     elif target in (*VIEWS, aten.alias.default, aten.detach.default, aten.expand.default, aten.clone.default):
         same = shape(node) == shape(source)
