@@ -130,6 +130,10 @@ def capture(root: nn.Module, args: tuple[Any, ...]) -> Captured:
             # Its name, whatever the weight is made of later.
             node.meta["layer"] = layer_name(node.args[1])
     rewrite(graph)
+    for node in graph.nodes:
+        # What is kept of a constant would be written to by every call.
+        if node.op == "call_function" and _writes(node) and is_constant(node.args[0]):
+            raise Uncapturable("forward writes to a value that comes from parameters or buffers alone")
     output = next(iter(reversed(graph.nodes)))
     captured.results = list(output.args[0])
     return captured

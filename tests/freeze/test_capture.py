@@ -38,6 +38,22 @@ class CountsInBuffer(nn.Module):
         return self.conv(x)
 
 
+class WritesToTable(nn.Module):
+    """Makes a table of weights, by writing to it what is read under another name too, or not."""
+
+    def __init__(self, twice=False):
+        super().__init__()
+        self.conv, self.norm, self.twice = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), twice
+        self.start, self.places = nn.Parameter(torch.randn(4, 1, 3)), nn.Linear(3, 1)
+
+    def forward(self, x):
+        table = self.places(self.start)
+        seen = table.view(-1) if self.twice else None
+        table = F.relu(table, inplace=True)
+        y = self.norm(self.conv(x)) * table
+        return y if seen is None else y + seen.sum()
+
+
 class Noise(nn.Module):
     def __init__(self):
         super().__init__()
@@ -89,6 +105,22 @@ def test_side_effects_keep_happening(kind):
 
 
 @use_forced
+@pytest.mark.parametrize("twice", [False, True])
+def test_tables_made_of_weights_in_place(twice, recwarn):
+    model, x = randomised(WritesToTable(twice)), torch.randn(1, 4, 6, 6)
+    with torch.no_grad():
+        model.places.bias += 3
+    want, got, report = frozen_outputs(model, x)
+    assert distance(got, want) < CONV
+    assert report.frozen == (("conv", "places") if twice else ("",))
+    assert ("norm" in report.folded) is not twice
+    frozen = convselect.freeze(model, x)
+    for _ in range(3):
+        with torch.no_grad():
+            assert distance(frozen(x), want) < CONV
+    assert not [w for w in recwarn if "planning raised" in str(w.message)]
+
+
 def test_optional_arguments():
     model = randomised(Optional())
     x, mask = torch.randn(1, 4, 5, 5), torch.rand(1, 1, 5, 5)
