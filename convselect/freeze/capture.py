@@ -10,6 +10,7 @@ them.
 from __future__ import annotations
 
 import operator
+import sys
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
@@ -30,6 +31,7 @@ Source = tuple[dict[str, Any], str]
 _PLAIN_LEAVES = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
 _aten = torch.ops.aten
 _READS = (_aten._local_scalar_dense.default, _aten.item.default)  # the second one of tensors made in inference mode
+_RECORDERS = "transformers.utils.output_capturing"
 _MOST_READ = 64  # elements of a constant of which Python may read values: each call compares all of them
 
 
@@ -61,7 +63,20 @@ class Captured:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+    return runs_more(module._forward_hooks) or runs_more(module._forward_pre_hooks)
+
+
+def runs_more(hooks: dict[int, Any]) -> bool:
+    """Whether one of these hooks does more than to note results for a forward around it, as those do that transformers
+    puts into a model when its hidden states are asked for first, and leaves there. A forward that asks is captured with
+    them; while one around the captured module does, `is_recorded`."""
+    return any(getattr(hook, "__module__", None) != _RECORDERS for hook in hooks.values())
+
+
+def is_recorded() -> bool:
+    """Whether a forward that runs now asks the hooks of transformers for results."""
+    recorders: Any = sys.modules.get(_RECORDERS)
+    return recorders is not None and recorders._active_collector.get() is not None
 
 
 def is_plain(t: Tensor) -> bool:

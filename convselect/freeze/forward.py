@@ -21,7 +21,7 @@ from convselect.base import settings as _settings
 from convselect.base.lru import LRU, Entry
 from convselect.base.warnings import warn_once
 from convselect.freeze import refusals
-from convselect.freeze.capture import Uncapturable, capture
+from convselect.freeze.capture import Uncapturable, capture, is_recorded, runs_more
 from convselect.freeze.chains import Layer
 from convselect.freeze.parts import freeze_parts, not_whole
 from convselect.freeze.plan import CHANNELS_LAST, CONTIGUOUS, Plan, make_plan
@@ -94,6 +94,7 @@ class FrozenForward:
         self._structure: list[dict[str, Any]] = []
         self._saved_structure: list[dict[str, Any]] = []
         self._hooks: list[dict[Any, Any]] = []
+        self._has_hooks = self._may_be_recorded = False
         self._modes: list[nn.Module] = []
         self._words: Words | None = None  # the same: nothing of these three has changed
         self._renewals = _RENEWALS
@@ -164,7 +165,11 @@ class FrozenForward:
         words = self._words
         as_before = words is not None and words.same()
         renewed = None if as_before else self._present_words()  # before looking, for what is written meanwhile
-        if not settings.chooses or settings.batch_invariant or (not as_before and any(self._hooks)):
+        if not as_before:
+            self._has_hooks, self._may_be_recorded = any(map(runs_more, self._hooks)), any(self._hooks)
+        if not settings.chooses or settings.batch_invariant or self._has_hooks:
+            return self._original(*args)
+        if self._may_be_recorded and is_recorded():
             return self._original(*args)
         key: list[Any] = [_threads(), settings, _mkldnn_enabled()]
         tensors = args

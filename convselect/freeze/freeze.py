@@ -47,7 +47,8 @@ def freeze(model: M, *example: Any) -> M:
       that each call adds up in turn come to them. Other attributes (stride, eps) are read once.
     - Hooks: a module inside that has forward hooks, or a forward that was set and is no method of its own, is called
       as before, and so are the modules around it; the parts beside and within it are frozen by themselves. If hooks
-      were added later, or global ones are set, calls run the original forward.
+      were added later, or global ones are set, calls run the original forward. Those by which transformers notes hidden
+      states are captured; a forward around the frozen module that asks them for results gets the original.
     - So it is with control flow and sizes that depend on values of tensors, random numbers, and side effects: the
       modules around them run as they were, without gradients, and the largest parts without all that are frozen.
     - Autocast, tracers, torch.compile, torch.func, dispatch modes, tensor subclasses, other devices, a forced policy

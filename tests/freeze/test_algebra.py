@@ -742,6 +742,18 @@ def test_views_in_place():
         assert writing.views_in_place(module.graph) == count
 
 
+def test_a_write_to_all_of_a_value():
+    """The value that was there before is not read, and so not made."""
+
+    def overwritten(x):
+        y = F.silu(x)
+        y[:] = x.sin()
+        return y * 2
+
+    left, _ = rewritten(overwritten, X)
+    assert not {"silu", "copy"} & left.keys()
+
+
 def test_what_is_written_to_values_of_the_graph_itself():
     """`functionalize` sees no values that come from weights alone."""
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -119,6 +121,80 @@ def test_tables_made_of_weights_in_place(twice, recwarn):
         with torch.no_grad():
             assert distance(frozen(x), want) < CONV
     assert not [w for w in recwarn if "planning raised" in str(w.message)]
+
+
+class Recorded(nn.Module):
+    """Asks hooks, as models of transformers do: they stay in the layers, and note results while a forward asks."""
+
+    def __init__(self, collector, asks):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)) for _ in range(2)))
+        self.collector, self.asks = collector, asks
+        self.hooked = False
+
+    def forward(self, x):
+        if not self.asks:
+            return self.layers(x)
+        if not self.hooked:
+            self.hooked = True
+            for layer in self.layers:
+                layer.register_forward_hook(_noting(self.collector))
+        found = []
+        token = self.collector.set(found)
+        try:
+            y = self.layers(x)
+        finally:
+            self.collector.reset(token)
+        return (y, *found)
+
+
+def _noting(collector):
+    def hook(module, args, output):
+        if collector.get() is not None:
+            collector.get().append(output)
+
+    hook.__module__ = "transformers.utils.output_capturing"
+    return hook
+
+
+@pytest.fixture
+def collector(monkeypatch):
+    made = contextvars.ContextVar("collector", default=None)
+    module = types.SimpleNamespace(_active_collector=made)
+    monkeypatch.setitem(sys.modules, "transformers.utils.output_capturing", module)
+    return made
+
+
+def test_hooks_that_note_results_are_captured(collector):
+    model, x = randomised(Recorded(collector, asks=True)), torch.randn(1, 4, 6, 6)
+    with torch.no_grad():
+        want = model(x)
+        convselect.freeze(model, x)
+        got = model(x)
+    assert convselect.summary(model).frozen == ("",)
+    assert len(convselect.summary(model).folded) == 2
+    assert len(got) == len(want) == 3
+    assert all(distance(a, b) < CONV for a, b in zip(got, want, strict=True))
+
+
+def test_a_forward_around_a_frozen_one_gets_what_its_hooks_note(collector):
+    inner, x = randomised(Recorded(collector, asks=False)), torch.randn(1, 4, 6, 6)
+    inner.layers[0].register_forward_hook(_noting(collector))
+    with torch.no_grad():
+        want = inner(x)
+        convselect.freeze(inner, x)
+        found = []
+        token = collector.set(found)
+        assert distance(inner(x), want) < CONV
+        collector.reset(token)
+        assert len(found) == 1
+        assert distance(inner(x), want) < CONV
+        assert len(found) == 1
+        assert convselect.summary(inner).frozen == ("",)
+        seen = []
+        inner.layers[1].register_forward_hook(lambda *_: seen.append(1))
+        assert distance(inner(x), want) < CONV
+        assert seen == [1]
 
 
 def test_optional_arguments():

@@ -42,9 +42,10 @@ DROPOUTS = (
 def identities(graph: fx.Graph) -> int:
     """Calls whose result is their operand: f(x) = x.
 
-    Dropout in evaluation, copies, conversions to the type that a value has, views of the shape that it has, x * 1,
-    x + 0, pooling of one pixel, padding by nothing. A copy stays if it has other strides than its operand, or if its
-    memory is returned: then it must not be an argument's, nor another result's. (-0 + 0 is 0: the sign is not kept.)
+    Dropout in evaluation, copies, also over another value, conversions to the type that a value has, views of the shape
+    that it has, x * 1, x + 0, pooling of one pixel, padding by nothing. A copy stays if it has other strides than its
+    operand, or if its memory is returned: then it must not be an argument's, nor another result's. (-0 + 0 is 0: the
+    sign is not kept.)
     """
     bench = Bench(graph)
     output = next(iter(reversed(graph.nodes)))
@@ -92,6 +93,8 @@ def _unchanged(node: Node) -> Node | None:
     target, args = node.target, arguments(node)
     if target is operator.getitem:
         return _undropped(node)
+    if target is aten.copy.default:  # what is left of a write to all of a tensor (MViT V2)
+        return args[1]  # type: ignore[no-any-return]
     source: Any = args[0] if args else None
     if not isinstance(source, Node):
         return _neutral(node)
