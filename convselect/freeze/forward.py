@@ -94,7 +94,7 @@ class FrozenForward:
         self._structure: list[dict[str, Any]] = []
         self._saved_structure: list[dict[str, Any]] = []
         self._hooks: list[dict[Any, Any]] = []
-        self._has_hooks = self._may_be_recorded = False
+        self._has_hooks = self._may_be_recorded = self._met_containers = False
         self._modes: list[nn.Module] = []
         self._words: Words | None = None  # the same: nothing of these three has changed
         self._renewals = _RENEWALS
@@ -166,7 +166,8 @@ class FrozenForward:
         as_before = words is not None and words.same()
         renewed = None if as_before else self._present_words()  # before looking, for what is written meanwhile
         if not as_before:
-            self._has_hooks, self._may_be_recorded = any(map(runs_more, self._hooks)), any(self._hooks)
+            self._may_be_recorded = any(self._hooks)
+            self._has_hooks = self._may_be_recorded and any(map(runs_more, self._hooks))
         if not settings.chooses or settings.batch_invariant or self._has_hooks:
             return self._original(*args)
         if self._may_be_recorded and is_recorded():
@@ -178,9 +179,11 @@ class FrozenForward:
                 if not a.is_cpu or a.layout is not torch.strided or a.is_neg():
                     return self._original(*args)
                 key += (a.shape, a.stride(), a.dtype)
-            elif a is None or isinstance(a, int | float | str):
+            elif a is None or isinstance(a, int | float | str) or _are_sizes(a):
                 key += (type(a), a)
                 tensors = ()
+            elif isinstance(a, list | tuple | dict):
+                return self._of_containers(type(a).__name__, args)
             else:
                 return self._original(*args)
         if tensors is not args:
@@ -200,6 +203,16 @@ class FrozenForward:
             return self._plan(frozen_key, args)
         plan.age = self._plans.clock
         return plan.run(tensors, lambda: self._original(*args))
+
+    def _of_containers(self, kind: str, args: tuple[Any, ...]) -> Any:
+        """A call with tensors in containers, which no plan takes: if that is how the module is called, what is inside
+        is frozen."""
+        with self._lock:
+            if self._met_containers and self.why_original is None and not self._plans.entries:
+                self.why_original = f"an argument of its forward is a {kind}"
+                freeze_in_parts(self.root, not_whole(self.why_original), self.around, self._remembered)
+            self._met_containers = True
+        return self._original(*args)
 
     def _original(self, *args: Any, **kwargs: Any) -> Any:
         return type(self.root).forward(self.root, *args, **kwargs)
@@ -340,6 +353,10 @@ class FrozenForward:
         self.why_original = why
         freeze_in_parts(self.root, not_whole(why), self.around, self._remembered)
         self._original(*args)
+
+
+def _are_sizes(a: Any) -> bool:
+    return isinstance(a, tuple) and all(type(part) is int for part in a)
 
 
 def _describe(key: tuple[Any, ...]) -> str:

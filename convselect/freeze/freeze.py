@@ -49,8 +49,9 @@ def freeze(model: M, *example: Any) -> M:
       as before, and so are the modules around it; the parts beside and within it are frozen by themselves. If hooks
       were added later, or global ones are set, calls run the original forward. Those by which transformers notes hidden
       states are captured; a forward around the frozen module that asks them for results gets the original.
-    - So it is with control flow and sizes that depend on values of tensors, random numbers, and side effects: the
-      modules around them run as they were, without gradients, and the largest parts without all that are frozen.
+    - So it is with control flow and sizes that depend on values of tensors, random numbers, side effects, and tensors
+      given in a list, tuple or dictionary: the modules around them run as they were, without gradients, and the largest
+      parts without all that are frozen.
     - Autocast, tracers, torch.compile, torch.func, dispatch modes, tensor subclasses, other devices, a forced policy
       and batch invariance run the original forward.
     - NaN and infinity, in inputs or weights, run the original forward if a kernel would spread or lose them.

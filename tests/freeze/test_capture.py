@@ -197,6 +197,55 @@ def test_a_forward_around_a_frozen_one_gets_what_its_hooks_note(collector):
         assert seen == [1]
 
 
+class OfMany(nn.Module):
+    """As detectors and decoders of pyramids are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.ReLU())
+
+    def forward(self, images, size=None):
+        images = list(images.values()) if isinstance(images, dict) else images
+        y = sum(self.layers(x) for x in images)
+        return y if size is None else F.interpolate(y, size)
+
+
+@pytest.mark.parametrize("container", [list, tuple, lambda images: dict(enumerate(images))])
+def test_tensors_in_containers(container):
+    model, images = randomised(OfMany()), container([torch.randn(1, 4, 6, 6), torch.randn(1, 4, 6, 6)])
+    with torch.no_grad():
+        want = model(images)
+        convselect.freeze(model)
+        for _ in range(4):
+            assert distance(model(images), want) < CONV
+    report = convselect.summary(model)
+    assert report.frozen == ("layers",)
+    assert [row.module for row in report.inputs] == ["layers"]
+    assert "an argument of its forward is a" in report.not_fused[""]
+
+
+def test_containers_do_not_undo_a_plan():
+    model, x = randomised(OfMany()), torch.randn(2, 4, 6, 6)
+    with torch.no_grad():
+        want = model(x[:, None]), model([x])
+        convselect.freeze(model, x[:, None])
+        for _ in range(3):
+            assert distance(model([x]), want[1]) < CONV
+        assert distance(model(x[:, None]), want[0]) < CONV
+    assert convselect.summary(model).frozen == ("",)
+
+
+def test_sizes_in_a_tuple_are_part_of_the_kind():
+    model, x = randomised(OfMany()), torch.randn(2, 1, 4, 6, 6)
+    sizes = (3, 3), (12, 9), torch.Size((3, 3))
+    with torch.no_grad():
+        want = [model(x, size) for size in sizes]
+        convselect.freeze(model)
+        for _ in range(2):
+            assert all(distance(model(x, size), y) < CONV for size, y in zip(sizes, want, strict=True))
+    assert len(convselect.summary(model).inputs) == 3
+
+
 def test_optional_arguments():
     model = randomised(Optional())
     x, mask = torch.randn(1, 4, 5, 5), torch.rand(1, 1, 5, 5)
