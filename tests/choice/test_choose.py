@@ -67,6 +67,10 @@ def test_budgets_are_applied():
         "native"
     )
     assert "MiB" in (refusal(BY_NAME["winograd4"], CONV3, _intern("auto", "native", 1)) or "")
+    # Large tiles are for those who ask for speed: in deep networks their errors are multiplied.
+    ranking = FakePredictor("winograd7", "winograd6", "winograd5")
+    assert choose(CONV3, BY_NAME, AUTO, predictor=ranking).algorithm == "winograd5"
+    assert choose(CONV3, BY_NAME, _intern("auto", "fast", 2**30), predictor=ranking).algorithm == "winograd7"
 
 
 def test_store_then_model():
