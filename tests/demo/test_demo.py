@@ -13,7 +13,7 @@ from pathlib import Path
 import fresh
 import pytest
 import torch
-from commands import outcomes
+from command_lines import outcomes
 from places import ROOT
 from torch import nn
 

@@ -122,7 +122,8 @@ def test_a_trial_that_begins_is_no_choice(caplog):
     assert any(line.startswith("  not fft:") for line in lines)
 
 
-def test_nothing_is_made_where_nobody_listens(monkeypatch):
+def test_nothing_is_made_where_nobody_listens(monkeypatch, caplog):
+    caplog.set_level("WARNING", logger=log.logger.name)  # whatever libraries have set for all loggers
     monkeypatch.setattr(log, "reproduce", lambda *_: pytest.fail("a line was made"))
     lru.clear()
     resolve.choice_for(PROBLEM, settings.current())

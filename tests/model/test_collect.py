@@ -15,7 +15,7 @@ from pathlib import Path
 import fresh
 import pytest
 from clocks import NATIVE, TINY, Like, raises
-from commands import outcomes
+from command_lines import outcomes
 
 from convselect.base import timing
 from convselect.base.problem import conv_problem
