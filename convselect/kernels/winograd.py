@@ -182,8 +182,8 @@ class Winograd(CAlgorithm):
         2.1e-6 (F(4, 7), F(6, 5)), their weight gradients 5.1e-6, others 2.4e-6; at stride 2 at most 4e-7 (m = 3, 4 for
         3x3, 2 for 4x4), 6e-7 (4 for 4x4), 1.4e-6 (5 for 3x3 and 5x5, 4 for 5x5 and 7x7) and 4e-6 (the others); native
         5e-8 to 5e-7: sums over channels are cut into runs of 64, over channels and depth taps of volumes into runs of
-        up to 192: at most 6e-7 (m = 2), 1.3e-6 (4) and 5e-6 (6). PyTorch operations sum them in one run: 5e-6 to 8e-6
-        with m = 6, above 1e-5 in a weight gradient of few products that cancel."""
+        up to 192: at most 6e-7 (m = 2), 1.3e-6 (4), 3.1e-6 (5) and 5e-6 (6). PyTorch operations sum them in one run:
+        5e-6 to 8e-6 with m = 6, above 1e-5 in a weight gradient of few products that cancel."""
         if problem.element_bytes == 2:
             return Grade.DIRECT  # rounded once, from float32: 16 bits hide the difference
         if self.m == 6 and not self._in_c(problem):
@@ -200,7 +200,9 @@ class Winograd(CAlgorithm):
             return Grade.NEAR if points <= longest else Grade.CLOSE
         if taps == 3 and self.m <= 3:
             return Grade.DIRECT
-        return Grade.NEAR if points <= 7 and (self._in_c(problem) or self.m <= 4) else Grade.CLOSE
+        # Of volumes depth taps are summed as well, and PyTorch's operations sum all channels in one run.
+        most = 7 if self._in_c(problem) and not problem.is_volume else 6
+        return Grade.NEAR if points <= most else Grade.CLOSE
 
 
 @functools.cache
