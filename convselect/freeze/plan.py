@@ -306,7 +306,9 @@ def _with_blocks(program: Program, walk: Walk, search: Search) -> tuple[Program,
     fused: list[Fused] = []
     taken: set[Step] = set()
     for steps in program.blocks():
-        if taken.isdisjoint(steps):  # the last layer of one block may be the first of the next
+        if steps[0] in taken:
+            steps = steps[1:]  # the last layer of one block may be the first of the next: a block without it is left
+        if len(steps) > 1 and taken.isdisjoint(steps):
             block = fuse(steps, program.layers, walk.problems, walk.candidates, search)
             if block is not None:
                 fused.append(block)
